@@ -27,9 +27,9 @@ from amp.profiles.keys import shown
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.state_checks import as_float
-from amp.training.attachment import AttachedOptimizer, keeps_moments
-from amp.training.optimizer_step import Capabilities, declares
-from amp.training.optimizer_wrappers import innermost, is_optimizer
+from amp.training.attached_optimizer import AttachedOptimizer, keeps_moments
+from amp.training.verdicts import Capabilities, declares
+from amp.training.wrapped_optimizers import innermost, is_optimizer
 
 
 def check_verbosity(value: Any) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from amp import distributed
 from amp.masters.grads import store_grads
 from amp.patching import Patch, Patches, around
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.gradients import State
 
 
@@ -96,7 +96,7 @@ def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any,
         for optimizer in optimizers:
             attached = AttachedOptimizer.of(optimizer)
             if attached is not None:
-                stack.enter_context(attached.step.none_of_the_training())
+                stack.enter_context(attached.not_in_training())
             if attached is None or attached.gradients.state is State.SETTLED:
                 state_dict._init_optim_state(optimizer)
             else:
@@ -111,7 +111,7 @@ def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any,
 @contextmanager
 def _some_gradient(attached: AttachedOptimizer) -> Iterator[None]:
     """Let torch see a gradient of an optimizer in the block, so that it does no step for a state."""
-    without = [p for p in attached.gradients.lists.stepped if p.grad is None][:1]
+    without = [p for p in attached.gradients.groups.stepped if p.grad is None][:1]
     store_grads(without, list(map(torch.zeros_like, without)))
     try:
         yield

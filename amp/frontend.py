@@ -20,7 +20,7 @@ from amp.interrupts import followed_by
 from amp.profiles.loss_scaling import LossScaling
 from amp.profiles.properties import OVERRIDE_KEYS, SessionOptions, hint_at
 from amp.session import Session
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import ATTACHED, AttachedOptimizer
 from amp.training.recorder import Transition
 
 M = TypeVar("M")
@@ -221,8 +221,10 @@ def scale_loss(
         AmpIndexError: there is no such `loss_id`.
         AmpTypeError: `loss` or `optimizers` has the wrong type.
     """
-    given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    attached = next(filter(None, map(AttachedOptimizer.of, given)), None)
+    attached = getattr(optimizers, ATTACHED, None)
+    if attached is None:
+        given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        attached = next(filter(None, map(AttachedOptimizer.of, given)), None)
     if attached is None:
         session = _default("amp.scale_loss")  # which refuses the optimizers, unless it is disabled
     else:
@@ -271,7 +273,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
             "optimizer that amp.initialize returned"
         )
     if (attached := AttachedOptimizer.of(optimizer)) is not None:
-        attached.agree()
+        attached.look_at_masters()
     for group in groups:
         yield from group["params"]
 

@@ -38,7 +38,7 @@ from amp.observers import watching
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks, as_dict
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.host_copies import HostCopies
 from amp.training.scaler import LossScaler
 
@@ -205,7 +205,7 @@ class GradScaler(torch.amp.GradScaler):
         if all(p.grad is None for p in _parameters(optimizer)) and not _groups(optimizer):
             remedy = "First call backward on a loss that depends on them, or leave out the step"
             attached = AttachedOptimizer.of(optimizer)
-            if attached is not None and attached.gradients.lists.masters:
+            if attached is not None and attached.gradients.groups.masters:
                 remedy = (
                     "Its FP32 masters get gradients by `with amp.scale_loss(loss, optimizer) as "
                     "scaled_loss: scaled_loss.backward()`. Leave the GradScaler out, and call "

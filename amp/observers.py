@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_everywhere: list[Observer] = []
-"""The observers of all sessions of the process."""
+everywhere: list[Observer] = []
+"""The observers of all sessions of the process; `observing` adds one."""
 
 
 class Observer:
@@ -74,16 +74,16 @@ class Observer:
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Let an observer watch all sessions of the process inside the block."""
-    _everywhere.append(observer)
+    everywhere.append(observer)
     try:
         yield
     finally:
-        _everywhere.remove(observer)
+        everywhere.remove(observer)
 
 
 def watching(own: Iterable[Observer] = ()) -> list[Observer]:
     """Return the observers of a session: those of all sessions, and its own ones, `own`."""
-    return [*_everywhere, *own]
+    return [*everywhere, *own]
 
 
 def watch_forwards(observer: Observer, session: Any, models: Iterable[nn.Module]) -> Callable[[], None]:

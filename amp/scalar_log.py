@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amp.arguments import attached_to
 from amp.frontend import get_session
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 
 def scalars(optimizer: Any = None, *, wait: bool = False, norms: bool = False) -> dict[str, float]:
@@ -67,11 +67,11 @@ def scalars(optimizer: Any = None, *, wait: bool = False, norms: bool = False) -
 
 def _norms(attached: AttachedOptimizer) -> dict[str, float]:
     """Return the norms of the gradients and weights that an optimizer has now. The host waits."""
-    lists = attached.gradients.look_at_groups()
     attached.gradients.finish_delayed()
-    grads = [each.grad for each in lists.stepped if each.grad is not None]
-    with attached.masters.as_float32(lists.masters):
-        weights = [each.detach() for each in lists.stepped]
+    groups = attached.look_at_masters()
+    grads = [each.grad for each in groups.stepped if each.grad is not None]
+    with attached.masters.as_float32(groups.masters):
+        weights = [each.detach() for each in groups.stepped]
         return {"amp/grad_norm": _norm(grads), "amp/weight_norm": _norm(weights)}
 
 

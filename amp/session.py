@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, Unpack, overload
 
@@ -21,17 +22,17 @@ from amp.casting.memory_checks import named_tensors
 from amp.casting.regions import ThreadState, forwards
 from amp.casting.strategies import strategies_for
 from amp.distributed import ProcessGroup
+from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, truth_of
 from amp.masters.lean import LeanMasterWeights
-from amp.masters.whole import MasterWeights
+from amp.masters.master_weights import MasterWeights
 from amp.observer_makers import MAKERS
-from amp.observers import Observer, watching
-from amp.overflow_log import OverflowLog
+from amp.observers import Observer, everywhere, watching
 from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Overrides, Properties
 from amp.setup import Setup
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import ATTACHED, AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
@@ -77,6 +78,8 @@ class Session:
         observers: the observers that are told what happens in the session; see `amp.observers`.
         attached: the `AttachedOptimizer` of each optimizer.
         strategies: the ways in which its models get their precision.
+        fp8: that of these which runs linear layers in FP8 or FP4, or None.
+        is_plain: whether blocks and steps change nothing, as at O0: no scale, no check, no masters.
         masters: the master weights.
         casts: the object that casts functions in threads that have called a model of the session last.
         is_rehearsal: whether blocks drop their gradients and optimizers do not step, as in a trial.
@@ -116,16 +119,23 @@ class Session:
         lean = self.properties.master_weights
         self.masters = LeanMasterWeights(lean) if isinstance(lean, str) else MasterWeights()
         self.strategies = strategies_for(self.properties)
+        in_fp8 = [x for x in self.strategies if isinstance(x, Fp8Linears)]
+        self.fp8 = in_fp8[0] if in_fp8 and self.properties.fp8 is not None else None
         by_op = next((x for x in self.strategies if isinstance(x, CastOps)), None)
         self.casts: CastOps | active.NoCasts = by_op or active.NoCasts()
         weakref.finalize(self, self.casts.drop).atexit = False
+        self.is_plain = not (
+            self.properties.master_weights
+            or self.fp8
+            or any(x.config.check or not x.config.is_identity for x in self.scalers)
+        )
         self.synchronization = Synchronization(self.properties, self.named_parameters)
         self.running_stats = RunningStatistics()
         self.is_rehearsal = False
         self.last_report: Any = None
-        self.observers: list[Observer] = [OverflowLog()]
+        self.observers: list[Observer] = []
         if self.properties.diagnose is not None:
-            self.observers.insert(0, MAKERS[self.properties.diagnose](self))
+            self.observers.append(MAKERS[self.properties.diagnose](self))
         self.undo = Undo()
         self.called = opt_level
 
@@ -210,14 +220,24 @@ class Session:
 
     # Training.
 
-    def before_forward(self, is_training: bool = True) -> None:
+    def before_forward(self) -> None:
         """Prepare the forward of a model; a hook of the model calls this. No host sync."""
-        if self.casts.live and not forwards.is_in_one():
+        if self.casts.live and not (forwards.are_running or forwards.casts is not None):
             active.activate(self.casts)
         for strategy in self.strategies[:1]:  # the same check in all
-            strategy.check_region()
+            if strategy.minds_regions:
+                strategy.check_region()
         for attached in self.attached if self.properties.master_weights else ():
-            attached.write_back.before_forward(is_training)
+            if not attached.step.is_running:  # it runs a closure, and writes masters before that
+                attached.gradients.look("forward")
+
+    def stay_with(self, model: nn.Module) -> Callable[[], object]:
+        """Live as long as a model lives, and see its forwards; return a function that ends this."""
+        if isinstance(self.casts, CastOps):  # which needs no hook: the model's class begins the casts
+            cls: Any = type(model)  # a class that was made for this model
+            cls._amp_session = self
+            return functools.partial(setattr, cls, "_amp_session", None)
+        return model.register_forward_pre_hook(_BeforeForward(self), prepend=True).remove
 
     def scale_loss(
         self,
@@ -229,22 +249,26 @@ class Session:
         delay_overflow_check: bool = False,
     ) -> AbstractContextManager[Tensor]:
         """Scale a loss for its backward, and unscale the gradients after it; see `amp.scale_loss`."""
-        self._check_open()
-        arguments.check_loss(loss)
+        if self.closed:
+            self._check_open()
+        if not (isinstance(loss, Tensor) and loss.is_floating_point()):
+            arguments.check_loss(loss)
         if not self.properties.enabled:
             return nullcontext(loss)
-        scaler = self._scaler(loss_id)
-        scaler.check_loss(loss)
-        for strategy in self.strategies:
+        is_there = type(loss_id) is int and 0 <= loss_id < len(self.scalers)
+        scaler = self.scalers[loss_id] if is_there else self._scaler(loss_id)
+        if not self.is_plain:
+            scaler.check_loss(loss)
+        for strategy in self.strategies if loss.dtype in LOW_PRECISION else ():
             strategy.check_loss(loss)
         # An optimizer may belong to another session: its gradients are unscaled all the same.
-        given = arguments.attached_of_a_loss(optimizers)
-        histories = [attached.owner.amax_history for attached in given]
-        histories = list(dict.fromkeys(filter(None, histories)))
-        block = Block(scaler, [attached.gradients for attached in given], histories)
-        return block.around_backward(
-            self, loss, given, delay=delay_unscale, update=not delay_overflow_check
-        )
+        own = getattr(optimizers, ATTACHED, None)
+        given = arguments.attached_of_a_loss(optimizers) if own is None else [own]
+        in_fp8 = [each.owner.fp8 for each in given if each.owner.fp8 is not None]
+        histories = list(dict.fromkeys(x.history for x in in_fp8 if x.history is not None))
+        block = Block(scaler, [each.gradients for each in given], histories)
+        update = not delay_overflow_check
+        return block.around_backward(self, loss, given, delay=delay_unscale, update=update)
 
     def set_fp4_forward(self, forward: str) -> None:
         """Compute outputs of layers in `fp4`, or from the next forward on in half precision, `high`.
@@ -262,17 +286,24 @@ class Session:
         return self.scalers[arguments.number_of_loss(loss_id, len(self.scalers))]
 
     def learn(self, scaler: LossScaler, wait: bool = False) -> None:
-        """Read the updates of a scaler that have reached the host, and tell observers.
+        """Read the updates of a scaler that have reached the host, log overflows, and tell observers.
 
         Args:
             scaler: a scaler of this session.
             wait: whether to wait for the others. If not, only an observer may make the host wait.
         """
-        told = watching(self.observers)
+        recorder, told = scaler.recorder, (*everywhere, *self.observers)
         until = max([observer.must_know(scaler) for observer in told], default=-1)
-        rows = scaler.recorder.learn(wait, until)
+        rows = recorder.learn(wait, until)
         for observer in told:
             observer.verdicts(self, scaler, rows)
+        moves = "reducing loss scale to %s" if scaler.config.dynamic else "stays at %s"
+        for row in rows:
+            if row.overflow:
+                message = f"Gradient overflow.  Skipping step, loss scaler %d {moves}"
+                self.log(logging.WARNING, message, scaler.loss_id, row.next_scale)
+        if recorder.streak is not None:
+            recorder.warn_if_endless(self.properties.diagnose is not None)
 
     def history(self, wait: bool = True) -> list[Transition]:
         """Return the last updates of the loss scalers; see `amp.history`.
@@ -310,7 +341,7 @@ class Session:
     @property
     def amax_history(self) -> AmaxHistory | None:
         """The amax history of `fp8="delayed"`, or None."""
-        return next((x.history for x in self.strategies if isinstance(x, Fp8Linears)), None)
+        return None if self.fp8 is None else self.fp8.history
 
     @property
     def casts_ops(self) -> bool:
@@ -337,3 +368,17 @@ class Session:
         """Log on rank 0, unless `verbosity` is 0."""
         if self.verbosity and distributed.rank() == 0:
             logger.log(level, message, *args)
+
+
+class _BeforeForward:
+    """A forward pre-hook that keeps the session alive. In a copy of the model it does nothing."""
+
+    def __init__(self, session: Any = None) -> None:
+        self._session = session
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        if self._session is not None and not torch.compiler.is_compiling():
+            self._session.before_forward()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _BeforeForward, ()

@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import nn
 
 from amp import active, arguments, dcp
-from amp.casting.by_op import CastOps
 from amp.casting.memory_checks import check_masters, check_memory, named_tensors
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.dtypes import LOW_PRECISION
@@ -23,10 +21,10 @@ from amp.masters.state_dicts import install_hooks
 from amp.patching import Patches
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import synchronization
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.clipping import patch_clipping
-from amp.training.optimizer_wrappers import innermost
 from amp.training.unattached import unattached
+from amp.training.wrapped_optimizers import innermost
 from amp.undo import Undo
 
 
@@ -106,7 +104,10 @@ class Setup:
         self._undo.always(averages.forget_averages)
         self._undo.always(patches.undo)
         history = session.amax_history
-        is_scaled, has_masters = not session.scalers[0].is_identity, bool(properties.master_weights)
+        is_scaled, has_masters = (
+            not session.scalers[0].config.is_identity,
+            bool(properties.master_weights),
+        )
         if is_scaled or (has_masters and not HAS_GRAD_DTYPE):
             patch_clipping(self._undo, has_masters)
         if is_scaled or has_masters or (history is not None and history.recipe.reduce_amax):
@@ -137,7 +138,7 @@ class Setup:
         """Hook the models, so that the session sees their forwards, and lives as long as they do."""
         session, undo = self._session, self._undo
         for model in self._models:
-            undo.callback(_stay_with(model, session))
+            undo.callback(session.stay_with(model))
         session.models += map(weakref.ref, self._models)
         session.synchronization.watch(self._models, undo)
         if session.properties.protect_buffers and session.properties.loss_scaling.check:
@@ -182,29 +183,6 @@ def _check_not_cast(model: nn.Module) -> None:
             "that call, or make a new model and optimizer; in a notebook, do it in the same cell. To "
             "start again from these weights, close that session: amp.get_session(optimizer).close()"
         )
-
-
-class _BeforeForward:
-    """A forward pre-hook that keeps the session alive. In a copy of the model it does nothing."""
-
-    def __init__(self, session: Any = None) -> None:
-        self._session = session
-
-    def __call__(self, module: nn.Module, args: object) -> None:
-        if self._session is not None and not torch.compiler.is_compiling():
-            self._session.before_forward(module.training)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _BeforeForward, ()
-
-
-def _stay_with(model: nn.Module, session: Any) -> Callable[[], object]:
-    """Keep a session alive as long as a model lives, and return a function that ends this."""
-    if isinstance(session.casts, CastOps):  # which needs no hook: the model's class begins the casts
-        cls: Any = type(model)  # a class that was made for this model
-        cls._amp_session = session
-        return functools.partial(setattr, cls, "_amp_session", None)
-    return model.register_forward_pre_hook(_BeforeForward(session), prepend=True).remove
 
 
 def _recast_states(attached: Iterable[AttachedOptimizer]) -> None:

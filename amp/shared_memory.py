@@ -16,7 +16,7 @@ _PADDING = 512
 """Bytes that may lie between two tensors of one flat vector, which aligns them."""
 
 
-class Place(NamedTuple):
+class MemoryPlace(NamedTuple):
     """Where a tensor lies.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place(NamedTuple):
     end: int
 
 
-def place_of(tensor: Tensor) -> Place | None:
+def place_of(tensor: Tensor) -> MemoryPlace | None:
     """Return where a tensor lies; None without memory, or of a class or layout with its own ideas.
 
     Such are shards, sparse, quantized, fake and lazy tensors, and those that were released.
@@ -46,7 +46,7 @@ def place_of(tensor: Tensor) -> Place | None:
         return None
     size, first = tensor.element_size(), int(tensor.storage_offset())
     steps = ((n - 1) * int(stride) for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return Place((tensor.device, address), first * size, (first + sum(steps) + 1) * size)
+    return MemoryPlace((tensor.device, address), first * size, (first + sum(steps) + 1) * size)
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -65,7 +65,7 @@ def _runs(tensors: Iterable[Tensor], gap: int = -1) -> Iterator[list[Tensor]]:
         tensors: the tensors.
         gap: bytes between two of a list, at most; -1 if they must overlap.
     """
-    on: defaultdict[Any, list[tuple[Place, Tensor]]] = defaultdict(list)
+    on: defaultdict[Any, list[tuple[MemoryPlace, Tensor]]] = defaultdict(list)
     for tensor in dict.fromkeys(tensors):
         if place := place_of(tensor):
             on[place.storage].append((place, tensor))
@@ -163,7 +163,7 @@ def outside_views(tensors: Collection[Tensor]) -> list[tuple[Tensor, list[Tensor
     return list(found.values())
 
 
-def _is_in(inner: Place, outer: Place | None) -> bool:
+def _is_in(inner: MemoryPlace, outer: MemoryPlace | None) -> bool:
     if outer is None or outer.storage != inner.storage:
         return False
     return outer.first <= inner.first and inner.end <= outer.end

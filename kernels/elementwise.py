@@ -12,8 +12,13 @@ import torch
 from torch import Tensor
 
 from amp.kernels.grad_mode import without_grad
-from amp.kernels.tables import BadSteps, flag_on, merge_flag, number_on, plan
+from amp.kernels.tables import BadSteps, flag_on, merge_flag, number_on, plan, takes_at_once
 from amp.kernels.tensor_lists import dense
+
+
+@without_grad
+def _call(reference: Callable[..., None], *lists: list[Tensor], **arguments: Any) -> None:
+    reference(*lists, **arguments)
 
 
 class Elementwise(NamedTuple):
@@ -47,6 +52,11 @@ class Elementwise(NamedTuple):
             **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
                 `found_inf`, if there is one, is written.
         """
+        if takes_at_once(lists, backend):
+            _call(self.reference, *map(list, lists), **arguments)
+            written = list(itertools.chain(*lists[len(lists) - self.writes :]))
+            torch.autograd.graph.increment_version(written)
+            return
         known = {id(tensors): dense(tensors) for tensors in lists}  # a list given twice: once
         columns = [known[id(tensors)] for tensors in lists]
         todo = plan(*columns, block=self.block, backend=backend)
@@ -59,6 +69,6 @@ class Elementwise(NamedTuple):
             merge_flag(arguments.get("found_inf"), here.get("found_inf"))
         for same in todo.fallback:
             chosen = [[tensors[i] for i in same] for tensors in columns]
-            without_grad(self.reference)(*chosen, **arguments)
-        written = itertools.chain(*lists[len(lists) - self.writes :])
-        torch.autograd.graph.increment_version(list(written))
+            _call(self.reference, *chosen, **arguments)
+        written = list(itertools.chain(*lists[len(lists) - self.writes :]))
+        torch.autograd.graph.increment_version(written)

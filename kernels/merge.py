@@ -3,9 +3,9 @@
     master_i = parameter_i       where round_to_nearest_even(master_i) != parameter_i
     differs  = 1                 if there is such an i
 
-A 16-bit parameter is the truth, and its master says what it rounds: where both agree, the master keeps
-all its bits. They are compared as numbers, so -0.0 agrees with 0.0. A NaN of either is a difference,
-and NaNs of both are none.
+A 16-bit parameter is the truth, and its master holds the value that it rounds: where both agree, the
+master keeps all its bits. They are compared as numbers, so -0.0 agrees with 0.0. A NaN of either is a
+difference, and NaNs of both are none.
 
 Shapes: `parameters[i]` and `masters[i]` have one shape, of any size. Dtypes: float16 or bfloat16, and
 float32. Launches: one for each device and dtype of parameters; plain torch takes a few for each 16
@@ -32,7 +32,14 @@ from amp.kernels import cpu_loop
 from amp.kernels.backend import requested
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, narrow, report, tl, widened
-from amp.kernels.tables import UnsupportedTensorError, are_flat, flag_on, merge_flag, plan
+from amp.kernels.tables import (
+    UnsupportedTensorError,
+    are_flat,
+    flag_on,
+    merge_flag,
+    plan,
+    takes_at_once,
+)
 from amp.kernels.tensor_lists import Kind, TensorList, are_plain, dense
 
 BLOCK = 4096
@@ -87,6 +94,13 @@ def _run(
     backend: str | None,
 ) -> None:
     """Merge, or with a flag, float32 `[1]`, set it if that would change anything."""
+    if takes_at_once((parameters, masters), backend) and masters[0].dtype is torch.float32:
+        left: Sequence[int] = range(len(masters))
+        if not requested(backend)[0] and _get_current_dispatch_mode() is None:
+            left = _merge_in_cpp(dense(parameters), dense(masters), left, flag)
+        if left:
+            merge_reference([parameters[i] for i in left], [masters[i] for i in left], flag)
+        return
     both = dense(parameters), dense(masters)
     todo = plan(*both, block=BLOCK, backend=backend)
     _check(*[tensors.kind for tensors in both])
@@ -95,7 +109,9 @@ def _run(
         each.run(merge_kernel, flag=here, BLOCK=BLOCK)
         merge_flag(flag, here)
     for same in todo.fallback:
-        left = same if requested(backend)[0] else _merge_in_cpp(*both, same, flag)
+        left, device = same, masters[same[0]].device
+        if not requested(backend)[0] and _are_at_hand(device, both):
+            left = _merge_in_cpp(*both, same, flag)
         if left:
             theirs, ours = [[tensors[i] for i in left] for tensors in both]
             merge_reference(theirs, ours, flag)
@@ -175,8 +191,6 @@ def _merge_in_cpp(
 ) -> Sequence[int]:
     """Merge tensors of one device and dtype, and return the indices of those left to plain torch."""
     first, both = parameters[indices[0]], [parameters, masters]
-    if not _are_at_hand(first.device, both):
-        return indices
     loop = _loop_for(first.dtype, sum(masters.kind.sizes))
     if loop is None:
         return indices

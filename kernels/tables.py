@@ -18,9 +18,11 @@ pinned memory that is kept for good, so each replay restores the tables that it 
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,7 +30,7 @@ from torch import Tensor
 
 from amp.kernels.backend import uses_triton
 from amp.kernels.language import launch
-from amp.kernels.tensor_lists import TensorList, dense
+from amp.kernels.tensor_lists import TensorList, are_plain, dense
 
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _TAKEN |= {torch.int8, torch.int16}  # low halves of masters, and moments; see amp.kernels.packing
@@ -130,6 +132,31 @@ def cached(make: Callable[..., T]) -> Callable[..., T]:
 
 _plans: dict[object, list[tuple[list[tuple[int, ...]], Plan]]] = {}
 _plans_lock = threading.Lock()
+
+
+_CPU, _STRIDED = torch.device("cpu"), torch.strided
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_device = operator.attrgetter("device")
+_dtype = operator.attrgetter("dtype")
+_layout = operator.attrgetter("layout")
+_shape = operator.attrgetter("shape")
+
+
+def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None) -> bool:
+    """Whether plain torch takes lists on the CPU as they are: without a plan, which launches need.
+
+    Each list has one floating-point dtype, and tensors with values, dense and of plain classes; all
+    have the shapes of the first. `plan` looks at all others, and says what is wrong.
+    """
+    every = list(chain.from_iterable(lists))
+    if set(map(_device, every)) != {_CPU} or uses_triton(_CPU, backend):
+        return False
+    if torch.compiler.is_compiling() or not are_plain(every) or set(map(_layout, every)) != {_STRIDED}:
+        return False
+    if not (set(map(_dtype, every)) <= _FLOATS and all(map(Tensor.data_ptr, every))):
+        return False
+    shapes = list(map(_shape, lists[0]))
+    return all(list(map(_shape, x)) == shapes and len(set(map(_dtype, x))) == 1 for x in lists)
 
 
 def plan(

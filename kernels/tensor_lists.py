@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -41,7 +41,7 @@ class ReleasedMemoryError(RuntimeError):
     """A tensor whose memory has been released, as by `untyped_storage().resize_(0)`."""
 
 
-class TensorList(Sequence[Tensor]):
+class TensorList(list[Tensor]):
     """Dense tensors, and their addresses, device and kind when the list was first asked.
 
     Tensors can move: by `.data = ...`, `set_`, a resized storage. Call `now` on a list that was kept
@@ -60,21 +60,12 @@ class TensorList(Sequence[Tensor]):
         like: TensorList | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self.tensors = tensors
+        super().__init__(tensors)
         self._like = like
         if like is not None:
             self.device = like.device
             if dtype is not None:
                 self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.tensors[index]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
     def at(self, indices: Sequence[int]) -> TensorList:
         """Return some of the tensors, without querying them again."""
@@ -82,7 +73,7 @@ class TensorList(Sequence[Tensor]):
         def pick(values: Sequence[Any]) -> tuple[Any, ...]:
             return tuple([values[i] for i in indices])
 
-        some, kind = TensorList(pick(self.tensors)), self.kind
+        some, kind = TensorList(pick(self)), self.kind
         some.addresses, some.device = pick(self.addresses), self.device
         orders = None if kind.orders is None else pick(kind.orders)
         some.kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
@@ -96,23 +87,23 @@ class TensorList(Sequence[Tensor]):
 
     def now(self) -> TensorList:
         """Return the tensors as they are now: this list, if each is where it was."""
-        here = TensorList(self.tensors)
-        return self if here.addresses == self.addresses else here
+        is_same = tuple(map(Tensor.data_ptr, self)) == self.addresses
+        return self if is_same else TensorList(self)
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
         """The address of each tensor's elements, which no two devices share; 0 without memory."""
-        return tuple(map(Tensor.data_ptr, self.tensors))
+        return tuple(map(Tensor.data_ptr, self))
 
     @property
     def has_memory(self) -> bool:
         """Whether each tensor with elements has memory for them."""
-        return all(self.addresses) or not any(map(has_no_memory, self.tensors))
+        return all(self.addresses) or not any(map(has_no_memory, self))
 
     def check_memory(self) -> None:
         """Raise ReleasedMemoryError if a tensor with elements has no memory."""
         if not self.has_memory:
-            shapes = [str(tuple(tensor.shape)) for tensor in self.tensors if has_no_memory(tensor)]
+            shapes = [str(tuple(tensor.shape)) for tensor in self if has_no_memory(tensor)]
             raise ReleasedMemoryError(
                 f"a tensor of shape {shapes[0]} has no memory: it was released, as by "
                 "untyped_storage().resize_(0). Bring it back first"
@@ -121,7 +112,7 @@ class TensorList(Sequence[Tensor]):
     @cached_property
     def device(self) -> torch.device | None:
         """The device of all of them; None if there are several."""
-        devices = {tensor.device for tensor in self.tensors}
+        devices = {tensor.device for tensor in self}
         return devices.pop() if len(devices) == 1 else None
 
     @cached_property
@@ -132,11 +123,11 @@ class TensorList(Sequence[Tensor]):
             RuntimeError: a tensor is sparse.
         """
         _ = self.addresses  # query both at the same moment
-        sizes = tuple(map(Tensor.numel, self.tensors))
-        dtypes = tuple([tensor.dtype for tensor in self.tensors])
+        sizes = tuple(map(Tensor.numel, self))
+        dtypes = tuple([tensor.dtype for tensor in self])
         orders = None
-        if not all(map(Tensor.is_contiguous, self.tensors)):
-            orders = tuple([(tensor.shape, tensor.stride()) for tensor in self.tensors])
+        if not all(map(Tensor.is_contiguous, self)):
+            orders = tuple([(tensor.shape, tensor.stride()) for tensor in self])
         like = None if self._like is None else self._like.kind
         self._like = None  # it may hold parameters, which a list of gradients must not
         if like is not None and (like.sizes, like.dtypes, like.orders) == (sizes, dtypes, orders):

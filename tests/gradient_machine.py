@@ -5,6 +5,8 @@ and the twin of an optimizer what a step must make of it. Gradients are small in
 powers of two, so sums are equal to the last bit. A step is compared within the rounding of what is
 stepped, from the values that the step before has left; at O0 it is equal in every bit to the step of
 an optimizer without amp.
+
+Weights are written in all ways that scripts have, and are what was written from then on, whoever looks.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import copy
 import io
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -42,6 +44,22 @@ def fail(*_: object) -> None:
     raise Planned
 
 
+class Write(NamedTuple):
+    """A number that is written to some elements of one parameter.
+
+    Attributes:
+        which: the number of the parameter in its optimizer.
+        route: what is written to: one of `ROUTES`.
+        number: what is written; every format holds it. Masters get some more.
+        everywhere: whether to all elements, and not to the first half.
+    """
+
+    which: int
+    route: str
+    number: float
+    everywhere: bool
+
+
 class BlockPlan(NamedTuple):
     """What one block does.
 
@@ -54,6 +72,7 @@ class BlockPlan(NamedTuple):
         bad: what one element of a gradient is instead, where gradients are checked.
         inside: what is done after backward, before the block is left.
         fails: where an exception is raised.
+        write: what is written, if that is done inside.
     """
 
     which: Sequence[int]
@@ -64,12 +83,33 @@ class BlockPlan(NamedTuple):
     bad: float | None = None
     inside: str | None = None
     fails: str | None = None
+    write: Write = Write(0, "p.data", 1.0, everywhere=True)
 
 
 WHICH = st.sampled_from([0, 1])
 NUMBERS = st.fixed_dictionaries(
     {name: st.sampled_from([1.0, 2.0, -1.0, -2.0, None]) for name in Model.BASES}
 )
+ROUTES = {
+    "p.data": lambda p, stepped, entry: p.data,
+    "p": lambda p, stepped, entry: p.detach(),
+    "master.data": lambda p, stepped, entry: stepped.data,
+    "master": lambda p, stepped, entry: stepped.detach(),
+    "entry.data": lambda p, stepped, entry: entry().data,
+    "entry": lambda p, stepped, entry: entry(),
+}
+"""What a script writes to, of a parameter, what the optimizer steps, and the state dict's entry."""
+ASSIGNED = "p.data = FP32"
+NUMBERS_TO_WRITE = st.sampled_from([0.75, -1.5, 1.0, 0.0])
+WRITES = st.builds(
+    Write,
+    which=st.integers(0, 2),
+    route=st.sampled_from(list(ROUTES)),
+    number=NUMBERS_TO_WRITE,
+    everywhere=st.booleans(),
+)
+LOOKS = ("nothing", "a forward", "a state dict", "a copy", "a block", "a step")
+"""What is done after a write, before anything else looks at the weights."""
 INSIDE = (
     "look",
     "zero_grad to None",
@@ -78,6 +118,7 @@ INSIDE = (
     "block of another optimizer and loss",
     "nested block",
     "step",
+    "write",
 )
 BLOCKS = st.builds(
     BlockPlan,
@@ -89,6 +130,7 @@ BLOCKS = st.builds(
     bad=st.sampled_from([None, None, None, math.inf, -math.inf, math.nan]),
     inside=st.sampled_from([*[None] * len(INSIDE), *INSIDE]),
     fails=st.none(),
+    write=WRITES,
 )
 FAILURES = st.sampled_from(["before backward", "within backward", "after backward", "leaving"])
 
@@ -184,6 +226,8 @@ class Actions(Stage):
         i = plan.which[-1]
         if plan.inside == "look":
             self.look_at(i)
+        elif plan.inside == "write":
+            self.write(i, plan.write)
         elif plan.inside in ("zero_grad to None", "zero_grad to zeros"):
             self.zero_grad(i, set_to_none=plan.inside.endswith("None"))
         elif plan.inside in ("block of another optimizer", "block of another optimizer and loss"):
@@ -202,6 +246,68 @@ class Actions(Stage):
         elif plan.inside == "step":
             with pytest.raises(AmpRuntimeError, match="inside the amp.scale_loss block"):
                 self.optimizers[i].step()
+
+    # Writes to weights.
+
+    def write(self, i: int, write: Write) -> None:
+        """Write to a parameter or to its master, and to the twin."""
+        self.written(i, write)()
+
+    def written(self, i: int, write: Write) -> Callable[[], None]:
+        """Write to a parameter or to its master, and return what does the same to the twin."""
+        names = list(self.expected[i].gradients)
+        index = write.which % len(names)
+        name = names[index]
+        parameter, is_whole = self.named[name], self.has_whole_master(i, name)
+        route = write.route
+        if not is_whole and "p" not in route and parameter.dtype is not torch.float32:
+            route = "p.data"  # there is nothing else, or it has no values
+        stepped = [p for group in self.optimizers[i].param_groups for p in group["params"]][index]
+        before = parameter.detach().clone()
+        target = ROUTES[route](parameter, stepped, lambda: self.model.state_dict()[name])
+        number = write.number + (2.0**-13 if target.dtype is torch.float32 else 0.0)
+        chosen = slice(None) if write.everywhere else slice(0, 1)
+        target[chosen] = number
+        is_written = torch.zeros(parameter.shape, dtype=torch.bool)
+        is_written[chosen] = True
+        if target.dtype is not torch.float32:  # where nothing changes, low bits stay
+            is_written &= parameter.detach() != before
+        self.is_blurred[i] |= self.lean is not None and self.expected[i].gradients[name].has_master
+        copied = self.twins[i].copies[index]
+        return lambda: copied.data.masked_fill_(is_written, number)  # type: ignore[return-value]
+
+    def has_whole_master(self, i: int, name: str) -> bool:
+        return self.lean is None and self.expected[i].gradients[name].has_master
+
+    def assign(self, i: int, write: Write) -> None:
+        """Give a parameter FP32 values in other memory, none of which 16 bits hold."""
+        names = list(self.expected[i].gradients)
+        index = write.which % len(names)
+        name = names[index]
+        parameter, gradient = self.named[name], self.expected[i].gradients[name]
+        if not (gradient.has_master or parameter.dtype is torch.float32):
+            return  # at O3 it would be another model
+        values = torch.full(parameter.shape, write.number + 2.0**-13)
+        parameter.data = values
+        self.twins[i].copies[index].data.copy_(values)
+        self.is_blurred[i] |= self.lean is not None and gradient.has_master
+
+    def look_after_write(self, i: int, look: str, plan: BlockPlan) -> None:
+        """Be the first to look at weights that were written."""
+        if look == "a forward":
+            self.model({"shift": torch.zeros(2)})
+        elif look == "a block":
+            self.run_block(plan._replace(which=[i]))
+        elif look == "a step":
+            self.step_once(i)
+        elif look in ("a state dict", "a copy"):
+            has = self.model.state_dict if look == "a state dict" else self.parameters_of_a_copy
+            names = self.expected[i].gradients
+            for name, copied in zip(names, self.twins[i].copies, strict=True):
+                compare(has()[name], copied, f"{look} of {name}", self.blur(i, name))
+
+    def parameters_of_a_copy(self) -> dict[str, Tensor]:
+        return dict(copy.deepcopy(self.model).named_parameters())
 
     # What looks at gradients or clears them.
 
@@ -242,11 +348,12 @@ class Actions(Stage):
         expected = self.expected[i]
         expected.finish_delayed()
         expected.look_at_verdicts()
-        before = self.snapshot(i)
-        self.optimizers[i].step()
         if expected.must_skip:
+            before = self.snapshot(i)
+            self.optimizers[i].step()
             assert_same(self.snapshot(i), before)
         else:
+            self.optimizers[i].step()
             self.compare_with_twin(i)
         self.note_step(i)
 
@@ -260,25 +367,42 @@ class Actions(Stage):
     def snapshot(self, i: int) -> dict[str, Tensor]:
         """Return copies of what an optimizer steps, and of its state."""
         snapshot = {}
-        for name, stepped in self.stepped(i).items():
-            snapshot[name] = stepped.detach().clone()
+        stepped_of = self.stepped(i)
+        for name, value in self.values(i).items():
+            stepped = stepped_of[name]
+            snapshot[name] = value.clone()
             for key, value in state_of(self.optimizers[i], stepped).items():
                 snapshot[f"{key} of {name}"] = value
         return snapshot
 
-    def compare_with_twin(self, i: int) -> None:
-        """Let the twin step with the oracle's gradients, and compare, within what rounding does."""
+    def compare_with_twin(self, i: int, then: Callable[[], None] = lambda: None) -> None:
+        """Let the twin step with the oracle's gradients, and compare, within what rounding does.
+
+        Args:
+            i: the number of the optimizer.
+            then: does to the twin what was done to the optimizer's weights after the step.
+        """
         twin, optimizer = self.twins[i], self.optimizers[i]
         twin.step([gradient.total for gradient in self.expected[i].gradients.values()])
+        then()
         is_same = self.level == "O0" and self.kinds[i] not in TWIN_OF and not self.is_inexact[i]
-        for (name, stepped), copied in zip(self.stepped(i).items(), twin.copies, strict=True):
-            tolerance = 0.0 if is_same else 8 * torch.finfo(stepped.dtype).eps
-            compare(stepped, copied, name, tolerance)
+        stepped_of, values = self.stepped(i), self.values(i)
+        for (name, stepped), copied in zip(stepped_of.items(), twin.copies, strict=True):
+            tolerance = 0.0 if is_same else self.tolerance_of_steps(i, name)
+            compare(values[name], copied, name, tolerance)
             state, expected = state_of(optimizer, stepped), state_of(twin.optimizer, copied)
             assert state.keys() == expected.keys(), name
             for key in state:
                 compare(state[key], expected[key], f"{key} of {name}", tolerance)
-        twin.follow(optimizer)
+        self.follow(i)
+        self.is_blurred[i] = False
+
+    def tolerance_of_steps(self, i: int, name: str) -> float:
+        """Return how far what a step has made may be from what the twin has."""
+        if self.lean is None or not self.expected[i].gradients[name].has_master:
+            return 8 * torch.finfo(self.values(i)[name].dtype).eps
+        rounding = {"split16": 2.0**-20, "split24": 2.0**-12, "kahan": 2.0**-12}[self.lean]
+        return max(rounding, self.blur(i, name))
 
 
 def assert_same(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
@@ -376,7 +500,7 @@ class Script(Actions):
         if not expected.is_finite:
             return
         session = amp.get_session()
-        is_patched = not session.scalers[0].is_identity
+        is_patched = not session.scalers[0].config.is_identity
         sharing = [x for x in self.expected if x.gradients.keys() & expected.gradients.keys()]
         if not is_patched and any(gradients.State.DELAYED in other.states for other in sharing):
             return  # torch's function finishes no block
@@ -424,10 +548,45 @@ class Script(Actions):
             return
         self.has_late[i] = True
         self.optimizers[i].add_param_group({"params": [self.named[LATE[i]]]})
-        self.twins[i].follow(self.optimizers[i])
         self.expect_parameter(i, LATE[i])
+        self.follow(i)
         if self.expected[i].is_held:
             self.expected[i].is_held = None  # until the next block or step looks at the groups
+
+    @rule(i=WHICH, write=WRITES, look=st.sampled_from(LOOKS), plan=BLOCKS)
+    def write_weights(self, i: int, write: Write, look: str, plan: BlockPlan) -> None:
+        """Write to a parameter, to its master, or to its entry in a state dict."""
+        self.write(i, write)
+        self.look_after_write(i, look, plan)
+
+    @rule(i=WHICH, write=WRITES, look=st.sampled_from(LOOKS), plan=BLOCKS)
+    def assign_weights(self, i: int, write: Write, look: str, plan: BlockPlan) -> None:
+        """Give a parameter FP32 values by `.data =`, as `vector_to_parameters` does."""
+        if self.expected[i].delayed is None:
+            self.assign(i, write)
+            self.look_after_write(i, look, plan)
+
+    @rule(i=WHICH, write=WRITES, after=st.booleans())
+    def step_with_a_hook_that_writes(self, i: int, write: Write, after: bool) -> None:
+        """Step, with a write in a hook before it or after it."""
+        expected = self.expected[i]
+        if not self.ahead(i).is_finite or self.ahead(i).must_skip:
+            return
+        if self.lean is not None and len(self.optimizers[i].param_groups) > 1:
+            return  # torch's step, and so its hooks, run once for each group
+        expected.finish_delayed()
+        expected.look_at_verdicts()
+        if expected.must_skip:
+            return
+        optimizer, writes = self.optimizers[i], list[Callable[[], None]]()
+        if after:
+            hook = optimizer.register_step_post_hook(lambda *_: writes.append(self.written(i, write)))
+        else:
+            hook = optimizer.register_step_pre_hook(lambda *_: self.write(i, write))
+        optimizer.step()
+        hook.remove()
+        self.compare_with_twin(i, *writes)
+        self.note_step(i)
 
     @rule(i=WHICH, times=st.integers(1, 2))
     def step(self, i: int, times: int) -> None:
@@ -499,7 +658,7 @@ class Script(Actions):
             expected.zero_grad(set_to_none=True)
             expected.cleared = []
             self.is_inexact[i] = False
-            self.twins[i].follow(self.optimizers[i])
+            self.follow(i)
             assert_same(self.snapshot(i), before[i])
         for scale in self.scales:
             scale.found_inf = False

@@ -144,8 +144,12 @@ class Optimizer:
         newest = gradient.newest
         if newest is not None and block is not None:
             newest = newest * block.scale_of_loss
-        is_hidden = block is not None and (gradient.has_master or not block.scale.is_one)
+        is_hidden = block is not None and self.sets_aside(block)
         return total_of(None if is_hidden else gradient.total, newest)
+
+    def sets_aside(self, block: Block) -> bool:
+        """Whether a block keeps earlier gradients apart, so that it can drop its own."""
+        return not block.scale.is_one or bool(self.masters())
 
     def masters(self) -> list[Gradient]:
         """Return the gradients of masters."""
@@ -177,7 +181,7 @@ class Optimizer:
         block = self.open or self.delayed
         for gradient in self.gradients.values():
             gradient.newest = None
-            if block is None or (block.scale.is_one and not gradient.has_master):
+            if block is None or not self.sets_aside(block):
                 gradient.total = None
         self.is_held = None
 
@@ -203,6 +207,8 @@ class Optimizer:
 
     def settle(self, overflow: bool | None) -> None:
         """Add newest to the totals: the block is left."""
+        totals = [each.total for each in self.gradients.values() if each.total is not None]
+        are_finite = all(bool(total.isfinite().all()) for total in totals)  # zeros may be written
         new = [gradient for gradient in self.masters() if gradient.newest is not None]
         if self.holds and new:
             settled = any(gradient.total is not None for gradient in self.masters())
@@ -210,7 +216,9 @@ class Optimizer:
         for gradient in self.gradients.values():
             gradient.total, gradient.newest = total_of(gradient.total, gradient.newest), None
         if overflow is not None:
-            self.verdicts.append(overflow)
+            still = [not are_finite for was_overflow in self.verdicts[: self.used] if was_overflow]
+            self.verdicts = [*still, *self.verdicts[self.used :], overflow]
+            self.used = len(still)
         self.open = self.delayed = None
 
 
@@ -255,9 +263,8 @@ class Block:
         newest = [g.newest for o in optimizers for g in o.gradients.values() if g.newest is not None]
         overflow = None
         if self.scale.config.check:
-            if self.scale.is_one:  # backward adds to the totals of parameters without a master
-                known = [g for o in optimizers for g in o.gradients.values() if not g.has_master]
-                newest += [g.total for g in known if g.total is not None]
+            in_place = [o for o in optimizers if not o.sets_aside(self)]  # backward adds to totals
+            newest += [g.total for o in in_place for g in o.gradients.values() if g.total is not None]
             self.scale.found_inf |= not all(gradient.isfinite().all() for gradient in newest)
             overflow = self.scale.found_inf
         for optimizer in optimizers:
@@ -271,13 +278,12 @@ class Block:
             optimizer.open, optimizer.delayed = None, optimizer.delayed or self
 
     def abort(self) -> None:
-        """Drop the newest, but for what was added to others of the same scale."""
+        """Drop the newest, but for what backward has added to others, of delayed blocks or in place."""
         for optimizer in self.optimizers:
             optimizer.open = None
             if optimizer.delayed is not None:
                 continue
             for gradient in optimizer.gradients.values():
-                if self.scale.is_one and gradient.newest is not None:
+                if not optimizer.sets_aside(self) and gradient.newest is not None:
                     gradient.add(gradient.newest)
-                    optimizer.is_held = None
                 gradient.newest = None

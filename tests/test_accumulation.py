@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from amp.optimizers import FusedSGD
 from tests.covering import covering
-from tests.levels import DYNAMIC
+from tests.levels import DYNAMIC, WITH_MASTERS
 from tests.models import DYNAMIC_LEVELS, LEVELS, initialize
 
 
@@ -26,6 +28,13 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return ((self.cast + self.norm.bias.to(self.cast.dtype)) * x).sum()
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=1.0),
+    "SGD, fused": lambda groups: torch.optim.SGD(groups, lr=1.0, fused=True),
+    "FusedSGD": lambda groups: FusedSGD(groups, lr=1.0),
+}
 
 
 def micro_batch(i: int) -> Tensor:
@@ -194,6 +203,110 @@ def test_an_overflow_in_any_micro_batch_skips_the_step_once(
     assert torch.equal(model.state_dict()["cast"].float(), -micro_batch(0))
 
 
+def empty_block(model: Mixed, optimizer: Any, **kwargs: Any) -> None:
+    """Run a block whose loss reaches nothing of the model."""
+    with amp.scale_loss(torch.ones((), requires_grad=True) * 1.0, optimizer, **kwargs) as scaled_loss:
+        scaled_loss.backward()
+
+
+def step(model: Mixed, optimizer: Any) -> None:
+    optimizer.step()
+
+
+def delayed_empty_block(model: Mixed, optimizer: Any) -> None:
+    empty_block(model, optimizer, delay_unscale=True)
+
+
+BETWEEN: dict[str, Any] = {
+    "nothing": (),
+    "step": (step,),
+    "block": (empty_block,),
+    "block, step": (empty_block, step),
+    "step, block, step": (step, empty_block, step),
+    "delayed block": (delayed_empty_block,),
+    "delayed block, step": (delayed_empty_block, step),
+}
+
+
+@pytest.mark.parametrize("clears", ["the model", "each parameter"])
+@pytest.mark.parametrize(
+    ("between", "optimizer", "level"), covering(BETWEEN, [*OPTIMIZERS, "AdamW"], DYNAMIC)
+)
+@pytest.mark.filterwarnings("ignore:an amp.scale_loss block has ended, and no")
+def test_an_overflow_whose_gradients_somebody_clears_skips_no_later_step(
+    between: str, optimizer: str, level: str, clears: str
+) -> None:
+    """Though a block comes in between that makes no gradients, or a step that uses none."""
+    model = Mixed()
+    make_it: Any = OPTIMIZERS.get(optimizer, lambda groups: torch.optim.AdamW(groups, lr=1.0))
+    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
+    model, opt = initialize(model, make_it(groups), level)
+
+    def clear() -> None:
+        if clears == "the model":
+            model.zero_grad(set_to_none=True)
+            return
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    with amp.scale_loss(model(micro_batch(0) * math.inf), opt) as scaled_loss:
+        scaled_loss.backward()
+    clear()
+    for each in BETWEEN[between]:
+        each(model, opt)
+    for _ in range(2):
+        clear()
+        before = model.cast.detach().clone()
+        run_block(model, opt, 0)
+        opt.step()
+        assert not amp.step_was_skipped(opt)
+        assert not torch.equal(model.cast, before)
+
+
+ZEROS: dict[str, Callable[[nn.Module], object]] = {
+    "zero_grad": lambda model: model.zero_grad(set_to_none=False),
+    "zero_": lambda model: [p.grad.zero_() for p in model.parameters() if p.grad is not None],
+    "foreach": lambda model: torch._foreach_zero_(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("zeros", "optimizer", "level"), covering(ZEROS, [*OPTIMIZERS, "AdamW"], DYNAMIC)
+)
+def test_a_skipped_step_whose_gradients_somebody_sets_to_zero_skips_no_later_step(
+    zeros: str, optimizer: str, level: str
+) -> None:
+    model = Mixed()
+    make_it: Any = OPTIMIZERS.get(optimizer, lambda groups: torch.optim.AdamW(groups, lr=1.0))
+    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
+    model, opt = initialize(model, make_it(groups), level)
+    model.norm.weight.requires_grad_(False)
+    for factor in (math.inf, 1.0, 1.0, math.inf, 1.0):
+        before = model.cast.detach().clone()
+        with amp.scale_loss(model(micro_batch(0) * factor), opt) as scaled_loss:
+            scaled_loss.backward()
+        opt.step()
+        assert amp.step_was_skipped(opt) == (factor == math.inf)
+        assert torch.equal(model.cast, before) == (factor == math.inf)
+        ZEROS[zeros](model)
+
+
+@pytest.mark.parametrize("level", DYNAMIC)
+def test_a_step_is_skipped_for_what_an_overflow_has_left(level: str) -> None:
+    """As long as nobody clears it: a sum with an inf is one."""
+    model = Mixed()
+    model, opt = initialize(model, torch.optim.SGD([model.cast], 0.1), level)
+    before = model.cast.detach().clone()
+    for factor in (math.inf, 1.0, 1.0):
+        with amp.scale_loss(model(micro_batch(0) * factor), opt) as scaled_loss:
+            scaled_loss.backward()
+        opt.step()
+        assert amp.step_was_skipped(opt)
+        assert torch.equal(model.cast, before)
+
+
 @pytest.mark.parametrize("level", DYNAMIC_LEVELS)
 def test_a_delayed_overflow_of_another_loss_is_not_lost(level: str) -> None:
     """Loss 0 is only ever delayed; its scale must fall all the same."""
@@ -298,6 +411,33 @@ def test_a_block_that_raises_leaves_no_trace(level: str, when: str, delay: bool)
     assert_sum(optimizer, 2)
     optimizer.step()
     assert torch.equal(model.state_dict()["cast"].float(), torch.tensor([-3.0, -6.0, -12.0]))
+
+
+@pytest.mark.parametrize(
+    ("level", "optimizer", "blocks", "masters", "delay"),
+    covering(WITH_MASTERS, OPTIMIZERS, [0, 1, 2], [True, "split16"], [False, True]),
+)
+def test_a_block_that_raises_drops_what_masters_got_from_it_at_a_scale_of_1_too(
+    level: str, optimizer: str, blocks: int, masters: Any, delay: bool
+) -> None:
+    """And with them those of the optimizer's parameters without a master."""
+    model = Mixed()
+    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
+    options: dict[str, Any] = {"loss_scale": 1.0, "master_weights": masters}
+    model, opt = initialize(model, OPTIMIZERS[optimizer](groups), level, **options)
+    for i in range(blocks):
+        run_block(model, opt, i)
+    fail_in_block(model, opt, "after backward", delay_unscale=delay)
+    total = sum(map(micro_batch, range(blocks)), torch.zeros(3))
+    master, bias = [p for group in opt.param_groups for p in group["params"]]
+    for grad in (model.cast.grad, master.grad, bias.grad):
+        assert (grad is None) == (blocks == 0)
+        assert grad is None or torch.equal(grad, total)
+    run_block(model, opt, blocks)
+    opt.step()
+    total += micro_batch(blocks)
+    assert torch.equal(model.state_dict()["cast"], -total)
+    assert torch.equal(model.cast.float(), -total)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -23,7 +23,6 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "session": (
         "session",
         "setup",
-        "overflow_log",
         "arguments",
         "checkpoint",
         "dcp",

@@ -12,6 +12,7 @@ from torch import nn
 
 import amp
 import amp.training.scaler
+import amp.training.verdicts
 from amp.kernels.backend import uses_triton
 from tests.devices import GPU
 
@@ -32,7 +33,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the host believe that it has to wait."""
-    monkeypatch.setattr(amp.training.scaler, "is_on_host", lambda tensor: False)
+    for module in (amp.training.scaler, amp.training.verdicts):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 
 def train(level: str, optimizer: str, bad: dict[int, str], blocks: int = 1, **options: Any) -> Any:

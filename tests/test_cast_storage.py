@@ -25,7 +25,7 @@ from amp.errors import AmpRuntimeError, AmpWarning
 from amp.profiles import levels
 from amp.profiles.levels import load_profile
 from amp.shared_memory import CastMemory, same_memory
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from tests.interrupting import Interrupter, every_nth_line
 
 SIZE = 32

@@ -24,7 +24,7 @@ from amp.errors import AmpRuntimeError, AmpWarning
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize import quantize
 from amp.profiles.fp8_recipe import FP4
-from amp.training import scaler
+from amp.training import scaler, verdicts
 from tests.covering import covering
 from tests.fp8_models import (
     BASES,
@@ -621,7 +621,8 @@ def test_a_module_of_the_model_may_be_used_alone() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_the_host_never_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaler, "is_on_host", lambda tensor: False)  # the CPU is a device here
+    for module in (scaler, verdicts):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)  # the CPU is a device here
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model, optimizer = initialize(model, "O2", recipe, optimizer)

@@ -18,14 +18,16 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import amp
 from amp.errors import AmpRuntimeError, AmpWarning
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.gradients import State
 from tests.gradient_harness import Model, compare, profile_of
 from tests.gradient_machine import Script
-from tests.levels import LEVELS
+from tests.levels import LEVELS, WITH_MASTERS
+
+LEAN = [(level, kind) for level in WITH_MASTERS for kind in ("split16", "split24", "kahan")]
 
 
-def run(level: str, examples: int, steps: int, *, shrink: bool) -> None:
+def run(level: str, examples: int, steps: int, *, shrink: bool, lean: str | None = None) -> None:
     """Run scripts of so many actions at one level, always the same ones.
 
     To shrink a failure takes minutes; without that, the whole script that fails is printed at once.
@@ -33,9 +35,12 @@ def run(level: str, examples: int, steps: int, *, shrink: bool) -> None:
     warnings.filterwarnings("ignore", ".* overflows in a row", AmpWarning)  # long scripts have these
     warnings.filterwarnings("ignore", ".* came from no amp.scale_loss block", AmpWarning)  # strays
     warnings.filterwarnings("ignore", ".* does not name its optimizer", AmpWarning)
+    warnings.filterwarnings(
+        "ignore", ".* with the same values", AmpWarning
+    )  # by chance: small integers
     if not profile_of(level).master_weights:
         examples //= 2  # most of the table is about masters
-    script = type(f"ScriptAt{level}", (Script,), {"level": level})
+    script = type(f"ScriptAt{level}", (Script,), {"level": level, "lean": lean})
     scripts_of_its_own = hypothesis.seed(list(LEVELS).index(level))
     run_state_machine_as_test(
         scripts_of_its_own(script),
@@ -57,10 +62,21 @@ def test_any_script(level: str) -> None:
     run(level, examples=6, steps=20, shrink=False)
 
 
+@pytest.mark.parametrize(("level", "kind"), LEAN)
+def test_any_script_with_lean_masters(level: str, kind: str) -> None:
+    run(level, examples=4, steps=20, shrink=False, lean=kind)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_any_long_script(level: str) -> None:
     run(level, examples=16, steps=40, shrink=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("level", "kind"), LEAN)
+def test_any_long_script_with_lean_masters(level: str, kind: str) -> None:
+    run(level, examples=16, steps=40, shrink=True, lean=kind)
 
 
 # What the machine has found in the library, or in a change that was made to try it, each alone.

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp
 from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
-from amp.training import scaler
+from amp.training import scaler, verdicts
 from tests.levels import DYNAMIC, LEVELS, STATIC
 from tests.models import initialize, waiting_is_an_error
 
@@ -60,7 +60,8 @@ def counted_waits() -> Iterator[Counter[str]]:
 
 @pytest.fixture(autouse=True)
 def the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaler, "is_on_host", lambda tensor: False)
+    for module in (scaler, verdicts):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 
 def net(device: str = "cpu") -> nn.Module:

@@ -318,13 +318,13 @@ def test_what_is_said(mistake: Callable[[], None], text: str) -> None:
 
 
 def test_a_model_that_is_cast_afterwards() -> None:
-    model, _ = initialized(opt_level="O5")
+    model, _ = initialized(opt_level="O3")
     model.float()
     with pytest.raises(RuntimeError) as caught:
         model(X)
     (note,) = caught.value.__notes__
     assert note.startswith(
-        "amp: '0' (Linear) was bfloat16 at amp.initialize, and its weights are float32"
+        "amp: '0' (Linear) was float16 at amp.initialize, and its weights are float32"
     )
     assert "If the model was cast after it, by .float(), .half() or .to(), leave that out" in note
 

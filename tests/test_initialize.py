@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import amp
 from amp.arguments import advise_on_devices
 from amp.kernels import scaled_mm
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from tests.covering import covering
 from tests.models import (
     CAST_LEVELS,

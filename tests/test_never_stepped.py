@@ -8,7 +8,7 @@ from torch import nn
 
 import amp
 from amp.training import verdicts
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 
 @pytest.mark.parametrize("overflows_at", [None, 3])

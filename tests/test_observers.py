@@ -63,7 +63,8 @@ def test_the_events_of_a_session_come_in_their_order(level: str) -> None:
         step(model, optimizer)
         forward, own = ["forward_begins"], without_verdicts(STEP)
         assert without_verdicts(log.told) == [*forward, *own]
-        assert log.told.index("must_know") > log.told.index("block_entered")
+        if "must_know" in log.told:  # where gradients are checked
+            assert log.told.index("must_know") > log.told.index("block_entered")
         log.told.clear()
         stop()
         step(model, optimizer)

@@ -118,7 +118,9 @@ class Questions:
     @property
     def _attribute_read(self) -> Callable[[Any, str], Any]:
         def read(tensor: Any, name: str) -> Any:
-            if name not in _METHODS and name not in _AS_KEYS:  # those count when they are called
+            # Methods count when they are called. C looks for __torch_function__ in the class of a
+            # master, as in that of any subclass.
+            if name not in {*_METHODS, *_AS_KEYS, "__torch_function__"}:
                 self.asked(tensor, name, sys._getframe(1))
             return object.__getattribute__(tensor, name)
 
@@ -210,7 +212,7 @@ def iterate(model: Model, optimizer: Any, blocks: int, questions: Questions) -> 
 
 @pytest.mark.usefixtures("launches_do_nothing")
 @pytest.mark.parametrize("level", WITH_MASTERS)
-@pytest.mark.parametrize(("blocks", "bound"), [(1, 15), (2, 24)])
+@pytest.mark.parametrize(("blocks", "bound"), [(1, 19), (2, 34)])
 def test_a_fused_step_asks_little_of_what_is_the_users(level: str, blocks: int, bound: int) -> None:
     """Of a parameter and its gradients, which are as many as blocks, together."""
     questions = count(level, FusedAdam, blocks)
@@ -222,8 +224,8 @@ def test_a_fused_step_asks_little_of_what_is_the_users(level: str, blocks: int, 
 def test_and_hardly_anything_of_what_is_its_own(blocks: int) -> None:
     questions = count("O2", FusedAdam, blocks)
     # Has anybody changed its gradient, or given it one, before the block and before the step? Where is
-    # it now? Each block gives it the gradient of its parameter.
-    assert questions.most("master") <= 5 + 5 * blocks, questions.of
+    # it now? Are its values as they were? Each block gives it the gradient of its parameter.
+    assert questions.most("master") <= 7 + 8 * blocks, questions.of
     assert all(questions.most(name) <= 1 for name in ("exp_avg", "exp_avg_sq", "step")), questions.of
 
 

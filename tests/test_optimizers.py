@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 import amp
 from amp.errors import AmpRuntimeError
-from amp.masters.whole import check_device
+from amp.masters.agreement import check_device
+from amp.masters.pair import Pair
 from amp.optimizers import FusedAdam
 from tests.covering import covering
 from tests.levels import DYNAMIC, WITH_MASTERS
@@ -554,7 +555,7 @@ def test_a_model_moved_after_initialize_gets_an_error() -> None:
     with pytest.raises(
         RuntimeError, match=r"\(2,\) is on meta and its FP32 master on cpu.*Move it first"
     ):
-        check_device(torch.ones(2), torch.ones(2, device="meta"))
+        check_device(Pair(torch.ones(2, device="meta"), torch.ones(2), None, None))
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
@@ -563,11 +564,11 @@ def test_a_model_cast_after_initialize_gets_an_error(level: str, when: str) -> N
     model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
     optimizer = FusedAdam(model.parameters())
     model, optimizer = initialize(model, optimizer, level)
-    other = torch.float32 if level != "O1" else torch.float16
+    other = torch.bfloat16 if level == "O2" else torch.float16
     if when == "before the block":
         model[1].to(other)
         with (
-            pytest.raises(AmpRuntimeError, match=r"^'1.weight' is torch.float"),
+            pytest.raises(AmpRuntimeError, match=r"^'1.weight' is torch.b?float16"),
             amp.scale_loss(torch.ones(()), optimizer),
         ):
             pass
@@ -576,9 +577,20 @@ def test_a_model_cast_after_initialize_gets_an_error(level: str, when: str) -> N
         scaled_loss.backward()
     model[1].to(other)
     before = [p.clone() for p in model.parameters()]
-    with pytest.raises(AmpRuntimeError, match=r"^'1.weight' is torch.float.* at amp.initialize"):
+    with pytest.raises(AmpRuntimeError, match=r"^'1.weight' is torch.b?float16 .* at amp.initialize"):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
+
+
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_a_model_cast_to_fp32_after_initialize_is_cast_back_and_named(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
+    model, _optimizer = initialize(model, FusedAdam(model.parameters()), level)
+    dtype = model[1].weight.dtype
+    model[1].float()
+    with pytest.warns(amp.AmpWarning, match=r"^'1.weight' is torch.float32 and was .* same values"):
+        model(torch.ones(3, 4))
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
 def test_step_inside_the_block_is_an_error() -> None:

@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grad_norm_
 import amp
 from amp.errors import AmpValueError
 from amp.kernels import unscale
-from amp.masters.whole import MasterWeights
 from amp.optimizers import FusedAdam, FusedSGD
 from amp.training.scaler import LossScaler
 from tests.covering import covering
@@ -145,15 +144,6 @@ def test_no_parameter_of_the_users_changes_its_class(level: str) -> None:
             assert all(p.grad.abs().max() < 10 for p in model.parameters()), "still scaled"
         optimizer.step()
         assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
-
-
-def test_masters_are_not_compared_with_what_a_step_wrote(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, optimizer = make("O2")
-    block(model, optimizer)
-    optimizer.step()
-    monkeypatch.setattr(MasterWeights, "follow", None)
-    block(model, optimizer)
-    optimizer.step()
 
 
 def look(model: nn.Module, optimizer: Any) -> None:

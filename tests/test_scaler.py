@@ -155,8 +155,8 @@ def test_what_a_device_decides_is_reported_when_it_has_arrived(
 
     def late(copies: HostCopies, tensor: torch.Tensor, number: int = 0) -> None:
         send(copies, tensor, number)
-        _, copy, _ = copies._underway.pop()
-        copies._underway.append((number, copy, Event()))  # type: ignore[arg-type]
+        _, copy, _ = copies.underway.pop()
+        copies.underway.append((number, copy, Event()))  # type: ignore[arg-type]
 
     monkeypatch.setattr(HostCopies, "send", late)
     model = linear()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import amp
 from amp import active
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from tests.interrupting import Interrupter, every_nth_line
 
 LEVELS: dict[str, dict[str, Any]] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -43,23 +45,28 @@ class Training:
         self.level = level
         self.x = torch.randn(16, 8)
         self.seen: list[Tensor] = []
+        self.with_closure = False
         if level is not None:
             options = {"opt_level": level.split()[0], "verbosity": 0, **LEVELS[level]}
             amp.initialize(self.model, self.optimizer, **options)
 
     def iterate(self, times: int = 1) -> None:
         for _ in range(times):
+            if self.with_closure:
+                self.optimizer.step(self.backward)
+                continue
             self.backward()
             self.optimizer.step()
 
-    def backward(self) -> None:
+    def backward(self) -> Tensor:
         self.optimizer.zero_grad()
         loss = (self.model(self.x).float() - self.x.sum(1, keepdim=True)).square().mean()
         if self.level is None:
             loss.backward()
-            return
+            return loss
         with amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()
+        return loss
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -164,6 +171,21 @@ def hook_before_the_step(t: Training) -> None:
     t.iterate(3)
 
 
+def hook_that_clamps_after_a_closure(t: Training) -> None:
+    t.with_closure = True
+    hook_that_clamps(t)
+
+
+def hook_that_reads_after_a_closure(t: Training) -> None:
+    t.with_closure = True
+    hook_that_reads(t)
+
+
+def hook_before_a_step_with_a_closure(t: Training) -> None:
+    t.with_closure = True
+    hook_before_the_step(t)
+
+
 def frozen_in_the_groups(t: Training) -> None:
     t.iterate()
     for p in t.stepped[:2]:
@@ -195,6 +217,9 @@ def found_in_the_state(t: Training) -> None:
     t.iterate()
     assert all(p in t.optimizer.state.keys() for p in t.parameters)  # noqa: SIM118
     assert len(list(t.optimizer.state.keys())) == 4
+    for copied in (t.optimizer.state.copy(), copy.copy(t.optimizer.state), t.optimizer.state | {}):
+        assert type(copied) is defaultdict
+        assert list(copied) == list(t.stepped)
 
 
 SCRIPTS: dict[str, Callable[[Training], None]] = {
@@ -208,6 +233,9 @@ SCRIPTS: dict[str, Callable[[Training], None]] = {
         hook_that_writes_what_is_stepped,
         hook_of_all_optimizers,
         hook_before_the_step,
+        hook_that_clamps_after_a_closure,
+        hook_that_reads_after_a_closure,
+        hook_before_a_step_with_a_closure,
         frozen_in_the_groups,
         masters_clamped_through_data,
         found_in_the_state,

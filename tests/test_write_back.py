@@ -7,6 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import amp
 from tests.covering import covering
@@ -421,3 +425,44 @@ def test_a_graph_stays_valid_while_a_method_changes_nothing() -> None:
     optimizer.step()  # does nothing this time
     with amp.scale_loss(loss, optimizer) as scaled_loss:
         scaled_loss.backward()
+
+
+class PlainSGD:
+    """An optimizer that is no `torch.optim.Optimizer`, so torch calls no hooks in its steps."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.param_groups = [{"params": list(parameters), "lr": lr}]
+        self.state: dict[Any, Any] = {}
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p -= group["lr"] * p.grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_an_optimizer_without_hooks_steps_while_hooks_of_all_optimizers_are_there(level: str) -> None:
+    called: list[object] = []
+    hooks = [
+        register_optimizer_step_pre_hook(lambda *args: called.append(args)),
+        register_optimizer_step_post_hook(lambda *args: called.append(args)),
+    ]
+    try:
+        model: Any = nn.Linear(4, 2)
+        optimizer: Any = PlainSGD(model.parameters(), 0.5)
+        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+        before = model.state_dict()["bias"].clone()
+        with amp.scale_loss(model(torch.ones(3, 4)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(model.state_dict()["bias"], before - 0.25)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert not called

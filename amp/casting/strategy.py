@@ -36,7 +36,7 @@ class Strategy:
         self.properties = properties
         scaling = properties.loss_scaling
         is_scaled = scaling.dynamic or scaling.init != 1
-        self._minds_regions = not is_scaled and compute_dtype(properties) is torch.bfloat16
+        self.minds_regions = not is_scaled and compute_dtype(properties) is torch.bfloat16
         """Whether a float16 region around a model is still to be warned of."""
 
     @staticmethod
@@ -64,12 +64,12 @@ class Strategy:
 
     def check_region(self) -> None:
         """Warn once if a forward begins in the user's float16 region, and losses are not scaled."""
-        if not (self._minds_regions and torch.is_grad_enabled()):
+        if not (self.minds_regions and torch.is_grad_enabled()):
             return
         for kind in DEVICE_TYPES:
             is_float16 = torch.get_autocast_dtype(kind) is torch.float16
             if is_float16 and torch.is_autocast_enabled(kind) and not forwards.is_in_one():
-                self._minds_regions = False
+                self.minds_regions = False
                 warn(
                     f"a model at opt_level={self.properties.opt_level!r} was called in a region "
                     f"torch.autocast('{kind}', torch.float16), and its losses are not scaled: float16 "

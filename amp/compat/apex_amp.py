@@ -18,7 +18,7 @@ from amp.compat import lists
 from amp.compat.handle import AmpHandle, init
 from amp.compat.state import Stash, _amp_state
 from amp.frontend import load_state_dict, master_params, scale_loss
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 __all__ = [
     "_amp_state",
@@ -55,7 +55,7 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
             optimizer._amp_stash = Stash(optimizer)
             optimizer._lazy_init_maybe_master_weights = _nothing
             optimizer._amp_lazy_init = _nothing
-            optimizer._master_params_to_model_params = attached.write_back
+            optimizer._master_params_to_model_params = attached.gradients.look
     return result
 
 

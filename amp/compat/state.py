@@ -14,7 +14,7 @@ from amp.fp16_utils.optimizer import MasterGroups
 from amp.lazy import kernels
 from amp.profiles.loss_scaling import LossScaling
 from amp.training import scaler
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 __all__ = ["LossScaler", "_amp_state"]
 

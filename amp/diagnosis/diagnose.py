@@ -18,7 +18,7 @@ from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError
 from amp.profiles.properties import Properties
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
@@ -71,8 +71,8 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
 
 def open_scale(attached: Sequence[AttachedOptimizer]) -> Tensor | None:
     """Return the loss scale, on the device, of a block that one of these optimizers is in, or None."""
-    scales = [one.gradients.open_scale for one in attached]
-    return next((scale for scale in scales if scale is not None), None)
+    blocks = [one.gradients.open_block for one in attached]
+    return next((block.scale.scale for block in blocks if block is not None), None)
 
 
 def is_checked(attached: Sequence[AttachedOptimizer]) -> bool:

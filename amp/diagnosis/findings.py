@@ -34,7 +34,6 @@ CAUSES = {
     "unchecked": "gradients are not checked before a step",
     "tied": "modules share a weight, and rules do not treat them alike",
     "cast before initialize": "weights were rounded to 16 bits before there were masters",
-    "unseen write": "weights were written in a way that torch does not count, and a step undoes it",
 }
 """The kinds of cause, by their stable names. The last seven are from `amp.check` and `reamp doctor`;
 `amp.diagnose` reports only `unchecked` of them."""

@@ -19,7 +19,7 @@ from amp.diagnosis.attaching import Training
 from amp.diagnosis.findings import Finding, exact
 from amp.diagnosis.places import user_line
 from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 COMPENSATION = re.compile("kahan|compensation")
 """In the names of optimizer state that has what the weights have lost."""

@@ -45,7 +45,7 @@ from amp.diagnosis.twins import (
     largest,
     written_by,
 )
-from amp.masters.master_values import largest_in_master
+from amp.masters.fp32_values import largest_in_master
 from amp.observers import Observer, observing
 
 PASSED = 4
@@ -176,7 +176,7 @@ class Shadow(Observer):
             for master in group["params"]:
                 for x in (master, *floats_in(attached.optimizer.state.get(master, {}))):
                     self.memories.forget(x)
-        for parameter in attached.gradients.lists.models:
+        for parameter in attached.gradients.groups.models:
             self.memories.forget(parameter)
 
     # Each op.

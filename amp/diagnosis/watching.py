@@ -31,7 +31,7 @@ from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
 from amp.errors import AmpValueError, brief
 from amp.observers import Observer, observing
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 AT = (1, 4, 20)
 """The steps that have a shadow."""

@@ -19,9 +19,9 @@ from amp.profiles.keys import SMALLEST_SCALE, parse_number
 from amp.session import Session
 from amp.state_checks import StateChecks, as_dict
 from amp.training import scaler
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
-from amp.training.optimizer_wrappers import is_optimizer
+from amp.training.wrapped_optimizers import is_optimizer
 
 _DYNAMIC_ARGUMENTS = ("init_scale", "scale_factor", "scale_window", "min_loss_scale", "max_loss_scale")
 
@@ -304,7 +304,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
             own.set_scale(of_scaler.scale)
         for master, values in zip(self.all_fp32_from_fp16_params, saved, strict=True):
             without_grad(master.copy_)(values)
-        self._attached.write_back.of_all()
+        self._attached.gradients.look()
 
     def __getstate__(self) -> dict[str, Any]:
         raise AmpRuntimeError("an FP16_Optimizer is saved by state_dict(), not by pickling")

@@ -29,7 +29,7 @@ import amp
 from amp import active
 from amp.errors import AmpRuntimeError
 from amp.integrations.late_optimizers import LateOptimizers
-from amp.training.optimizer_wrappers import is_optimizer
+from amp.training.wrapped_optimizers import is_optimizer
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU")
 """The distributed types of Accelerate in which each process has the whole model."""

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import amp
 from amp import active
 from amp.errors import AmpRuntimeError
-from amp.masters.master_values import put_values, values_of
+from amp.masters.fp32_values import put_values, values_of
 from amp.session import Session
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.undo import Contents
 
 
@@ -87,7 +87,7 @@ class LateOptimizers:
         new = [each for each in optimizers if AttachedOptimizer.of(each) is None]
         session.initialize([], new)
         self._optimizers = [*map(weakref.ref, self.optimizers), *map(weakref.ref, new)]
-        for tensor in [x for x in self._float32 if session.masters.master(x) is not None]:
+        for tensor in [x for x in self._float32 if session.masters.pair(x) is not None]:
             values = _of_first_rank(tensor, self._float32.pop(tensor), wrapped)
             put_values(tensor, _fitting(values, tensor))
         for parameter in chain.from_iterable(map(amp.master_params, new)):
@@ -103,7 +103,7 @@ class LateOptimizers:
         device.
         """
         for attached in filter(None, map(AttachedOptimizer.of, self.optimizers)):
-            attached.write_back.if_changed()
+            attached.gradients.look("forward")
 
     def running(self) -> Session:
         """Return the open session.
@@ -148,12 +148,12 @@ class LateOptimizers:
     def _values_of(self, tensor: Tensor) -> Tensor:
         """Return the full-precision values of a cast tensor, float32, on its device."""
         masters, home = self.running().masters, tensor.device
-        master = masters.master(tensor)
-        if master is None:
+        pair = masters.pair(tensor)
+        if pair is None:
             before = self._float32.get(tensor, tensor.data).to(home)
             is_unchanged = torch.equal(before.to(tensor.dtype), tensor.detach())
             return before.float() if is_unchanged else tensor.detach().float()
-        tensor.data = tensor.data.to(master.device)  # a framework may have moved the model away
+        tensor.data = tensor.data.to(pair.master.device)  # a framework may have moved the model away
         return _fitting(values_of(tensor), tensor).to(home, copy=True)
 
 

@@ -21,9 +21,9 @@ from amp.casting.containers import cast_tensors
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError
 from amp.integrations.late_optimizers import LateOptimizers
-from amp.masters.master_values import put_values, values_of
+from amp.masters.fp32_values import put_values, values_of
 from amp.patching import Patches
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 
 class AmpPlugin:
@@ -282,8 +282,7 @@ def _toggle(optimizers: Sequence[Any], original: Callable[..., Any], *args: Any,
     """Freeze and unfreeze the weights like their masters."""
     original(*args, **kwargs)
     for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
-        lists = attached.gradients.look_at_groups()
-        attached.masters.follow_requires_grad(lists.masters, lists.models)
+        attached.gradients.look("forward")
 
 
 def _pairs(callback: Any, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

@@ -18,7 +18,7 @@ from amp import active
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import warn
 from amp.kernels.grad_mode import outside_inference_mode, without_grad
-from amp.masters.master_values import master_of, values_of
+from amp.masters.fp32_values import pair_of, values_of
 from amp.patching import Patch
 
 _LITTLE = 0.1
@@ -134,7 +134,7 @@ def _is_narrow_average(average: Any, tensor: Any, weight: Any) -> bool:
         return False
     if average.layout is not torch.strided or _is_differentiated(average, tensor):
         return False
-    return master_of(tensor) is not None and master_of(average) is None
+    return pair_of(tensor) is not None and pair_of(average) is None
 
 
 def _is_transformed() -> bool:

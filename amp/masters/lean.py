@@ -16,7 +16,9 @@ from amp.interrupts import followed_by
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.masters.whole import MasterWeights
+from amp.masters.agreement import merge_joined, split
+from amp.masters.master_weights import MasterWeights
+from amp.masters.pair import Master, Pair
 from amp.profiles.properties import LeanMasters
 
 
@@ -28,22 +30,15 @@ class LeanMasterWeights(MasterWeights):
     def __init__(self, kind: LeanMasters) -> None:
         super().__init__()
         self.kind: LeanMasters = kind
-        self._low_of: dict[Tensor, Tensor] = {}
-        self._in_float32: set[Tensor] = set()
+        self._joined: dict[Pair, None] = {}
 
     @without_grad
-    def _make(self, parameter: Tensor, data: Tensor) -> nn.Parameter:
-        master = nn.Parameter(_placeholder(parameter), parameter.requires_grad)
+    def _make(self, parameter: Tensor, data: Tensor) -> tuple[nn.Parameter, Tensor | None]:
+        master = Master(_placeholder(parameter), parameter.requires_grad)
         dtype = kernels.split.low_dtype(self.kind, parameter.dtype)
-        low = self._low_of[master] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         kernels.split.split([data.to(torch.float32)], [parameter.detach()], [low])
-        return master
-
-    def release(self, master: Tensor, user: object) -> None:
-        """Release a master for one optimizer; the last release deletes the low half as well."""
-        super().release(master, user)
-        if self.model(master) is None:
-            self._low_of.pop(master, None)
+        return master, low
 
     def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
         """Run an optimizer's step group by group, while the masters of the group hold FP32 values."""
@@ -63,86 +58,86 @@ class LeanMasterWeights(MasterWeights):
         return followed_by(run, lambda: setattr(optimizer, "param_groups", groups))
 
     @contextmanager
-    def as_float32(self, masters: Iterable[Tensor]) -> Iterator[None]:
+    def as_float32(self, masters: Iterable[Tensor], in_method: bool = False) -> Iterator[None]:
         """Let masters hold FP32 values inside the block, and split them at its end. No host sync."""
-        lean = [m for m in masters if m in self._low_of and m not in self._in_float32]
+        found = filter(None, map(self.pair, masters))
+        split = [pair for pair in found if not pair.is_joined]
         try:
             try:
-                self._widen(lean)
+                self._join(split)
                 yield
             finally:
-                self._narrow(lean)
+                if in_method:
+                    self._merge(split)
+                self._split(split)
         finally:
-            self._narrow(lean)  # again: an interrupt may have come before
+            self._split(split)  # again: an interrupt may have come before
 
     @contextmanager
-    def as_they_are_kept(self) -> Iterator[None]:
+    def as_split(self) -> Iterator[None]:
         """Split masters that hold FP32 values, and join them at the end of the block. No host sync."""
-        wide = list(self._in_float32)
+        joined = list(self._joined)
         try:
-            self._narrow(wide)
+            self._merge(joined)
+            self._split(joined)
             yield
         finally:
-            self._widen(wide)
+            self._join(joined)
 
-    def _widen(self, masters: Sequence[Tensor]) -> None:
-        parameters = [self._model_of[master] for master in masters]
+    def _join(self, pairs: Sequence[Pair]) -> None:
+        parameters, masters = [pair.parameter for pair in pairs], [pair.master for pair in pairs]
         for master, parameter in zip(masters, parameters, strict=True):
             set_values(master, torch.empty_like(parameter, dtype=torch.float32, requires_grad=False))
-        kernels.split.join(parameters, self.low_halves(masters), masters)
-        self._in_float32.update(masters)
+        kernels.split.join(parameters, _lows(pairs), masters)
+        for pair in pairs:
+            pair.is_joined = True
+            pair.note()
+        self._joined.update(dict.fromkeys(pairs))
 
-    def _narrow(self, masters: Sequence[Tensor]) -> None:
+    def _merge(self, pairs: Iterable[Pair]) -> None:
+        """Let masters that are unchanged since they were joined take what parameters were given."""
+        for pair in pairs:
+            if pair.is_joined and not pair.has_changed:
+                merge_joined(pair)
+
+    def _split(self, pairs: Iterable[Pair]) -> None:
         """Split those masters that hold FP32 values. Idempotent."""
-        wide = [master for master in masters if master in self._in_float32]
-        self._split(wide)
-        for master in wide:
-            self._in_float32.discard(master)  # first: from here on the halves are valid
-            set_values(master, _placeholder(self._model_of[master]))
+        joined = [pair for pair in pairs if pair.is_joined]
+        split(joined)
+        for pair in joined:
+            pair.is_joined = False  # first: from here on the halves are valid
+            self._joined.pop(pair, None)
+            pair.note()
+            set_values(pair.master, _placeholder(pair.parameter))
 
-    def narrow(self) -> None:
-        """Split all masters that hold FP32 values. No host sync."""
-        self._narrow(list(self._in_float32))
+    def split_joined(self) -> None:
+        """Split lean masters that hold FP32 values. No host sync."""
+        self._split(list(self._joined))
 
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor]:
         """Return the low halves of masters."""
-        return [self._low_of[master] for master in masters]
+        return _lows([self._pair_of[master] for master in masters])
 
-    def write_back(self, masters: Iterable[Tensor]) -> None:
-        """Split masters that hold FP32 values into weights and low halves. No host sync."""
-        sources = list(masters)
-        self._split([master for master in sources if master in self._in_float32])
-        self._note(sources)
-
-    def _split(self, masters: Sequence[Tensor]) -> None:
-        models = [self._model_of[master] for master in masters]
-        kernels.split.split(masters, models, self.low_halves(masters))
-
-    def _take_over(self, master: Tensor, parameter: Tensor) -> None:
-        """Clear the low bits of weights that other code has written, and of zeros."""
-        if master in self._in_float32:
-            super()._take_over(master, parameter)
-            return
-        weights, low = local(parameter), local(self._low_of[master])
-        high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
-        low.copy_(torch.where((high == weights) & (weights != 0), low, 0))
-
-    def values(self, master: Tensor) -> Tensor:
+    def values(self, pair: Pair) -> Tensor:
         """Return a master's values, float32; in new memory if it is split now. No host sync."""
-        if master in self._in_float32:
-            return master.detach()
-        parameter = self._model_of[master]
-        values = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-        kernels.split.join([parameter], [self._low_of[master]], [values])
+        if pair.is_joined:
+            return pair.master.detach()
+        values = torch.empty_like(pair.parameter, dtype=torch.float32, requires_grad=False)
+        kernels.split.join([pair.parameter], _lows([pair]), [values])
         return values
 
-    def load(self, master: Tensor, values: Tensor) -> Tensor:
-        """Set a master's values, and return the weights that its parameter must then hold."""
-        parameter = self._model_of[master]
-        wide = values.detach().to(device=parameter.device, dtype=torch.float32)
-        weights = parameter.detach().clone()
-        kernels.split.split([wide], [weights], [self._low_of[master]])
-        return weights
+    def merged(self, pair: Pair) -> Tensor:
+        """Return a master's values, float32: its upper half is what was written to its parameter."""
+        self.agree([pair])
+        return self.values(pair)
+
+    def to_save(self, pair: Pair, state_dict: Any) -> Tensor:
+        """Return a master's values, float32, as a state dict has them. No host sync."""
+        return self.merged(pair)
+
+
+def _lows(pairs: Iterable[Pair]) -> list[Any]:
+    return [pair.low for pair in pairs]
 
 
 def _placeholder(parameter: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
-from amp.masters.whole import MasterWeights
+from amp.masters.master_weights import MasterWeights
 
 
 class SharedState(defaultdict[Any, Any]):
@@ -64,7 +64,7 @@ class SharedState(defaultdict[Any, Any]):
         for key, value in dict(*mappings, **others).items():
             self[key] = value
 
-    def __ior__(self, mapping: Any) -> Self:  # type: ignore[misc]
+    def __ior__(self, mapping: Any) -> Self:
         """Set several entries."""
         self.update(mapping)
         return self
@@ -80,6 +80,20 @@ class SharedState(defaultdict[Any, Any]):
     def setdefault(self, key: Any, default: Any = None) -> Any:
         """Return an entry; set it first, if there is none."""
         return super().setdefault(self._key(key), default)
+
+    def copy(self) -> Any:
+        """Return an ordinary `defaultdict` with the same entries."""
+        return defaultdict(self.default_factory, self)
+
+    __copy__ = copy
+
+    def __or__(self, mapping: Any) -> Any:
+        """Return an ordinary `defaultdict` with the entries of both."""
+        return self.copy() | mapping
+
+    def __ror__(self, mapping: Any) -> Any:
+        """Return an ordinary mapping with the entries of both."""
+        return mapping | self.copy()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a deep copy in which 16-bit parameters, and the tensors of their entries, are FP32."""

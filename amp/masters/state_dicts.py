@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
 from amp.kernels.changes import Changes
-from amp.masters.master_values import master_of, values_of, values_to_save
-from amp.masters.whole import MasterWeights
+from amp.masters.fp32_values import pair_of, values_of
+from amp.masters.master_weights import MasterWeights
+from amp.masters.pair import Pair
 from amp.undo import Undo
 
 
@@ -53,13 +54,14 @@ class _Widen:
         masters = self._masters
         for name, tensor in _own_tensors(module):
             entry = state_dict.get(prefix + name)
-            master = masters.master(tensor)
-            if master is not None and isinstance(entry, Tensor):
+            pair = masters.pair(tensor)
+            if pair is not None and isinstance(entry, Tensor):
                 with masters.lock:
-                    masters.follow_requires_grad([master], [tensor])
-                    state_dict[prefix + name] = values_to_save(masters, master)
+                    state_dict[prefix + name] = masters.to_save(pair, state_dict)
             elif isinstance(entry, Tensor) and entry.dtype in LOW_PRECISION:
                 state_dict[prefix + name] = entry.float()
+        if not prefix:
+            masters.has_saved()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Widen:
         module = None if self._module is None else self._module()
@@ -79,8 +81,8 @@ def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) ->
     copied = memo.get(id(tensor))
     if copied is None or copied.dtype not in LOW_PRECISION:  # shared, and done already
         return
-    values, found = values_of(tensor, to_save=True).clone(), master_of(tensor)
-    stepped = None if found is None else memo.setdefault(id(found[1]), copied)
+    values, found = values_of(tensor).clone(), pair_of(tensor)
+    stepped = None if found is None else memo.setdefault(id(found[1].master), copied)
     if stepped is None or stepped is copied:
         set_values(copied, values)
     else:
@@ -97,21 +99,21 @@ class _Refresh:
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         for name, tensor in _own_tensors(module):
             value = state_dict.get(prefix + name)
-            master = self._masters.master(tensor)
-            if master is not None and isinstance(value, Tensor) and value.shape == master.shape:
+            pair = self._masters.pair(tensor)
+            if pair is not None and isinstance(value, Tensor) and value.shape == tensor.shape:
                 with self._masters.lock:
-                    state_dict[prefix + name] = _load(self._masters, master, tensor, value)
+                    state_dict[prefix + name] = _load(self._masters, pair, value)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Refresh, ()  # a copy has no masters
 
 
-def _load(masters: MasterWeights, master: Tensor, tensor: Tensor, value: Tensor) -> Tensor:
+def _load(masters: MasterWeights, pair: Pair, value: Tensor) -> Tensor:
     """Load a value into a master and its weight. An interrupt cannot leave them different."""
     weights: list[Tensor] = []
     changes = Changes()
-    changes.add(lambda: weights.append(masters.load(master, value)))
-    changes.add(lambda: tensor.data.copy_(weights[-1]))
+    changes.add(lambda: weights.append(masters.load(pair, value)))
+    changes.add(lambda: pair.parameter.data.copy_(weights[-1]))
     changes.make()
     return weights[-1]
 

@@ -25,7 +25,7 @@ from amp.numerics.rounding import FormatLike
 from amp.numerics.scaling import GRADIENT_FORMATS, SCALES, GradientSurvival, survival_of
 from amp.profiles.keys import parse_count
 from amp.terminal.text import Printer
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 LOWEST, HIGHEST = -149, 127
 _BINS = HIGHEST - LOWEST + 1

@@ -37,7 +37,7 @@ from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 from amp.profiles.keys import parse_count, shown
 from amp.profiles.levels import LEVELS, load_profile, resolve
 from amp.profiles.properties import Properties
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 
 Sharding = Literal["none", "zero1", "zero2", "zero3", "fsdp2"]
 
@@ -318,8 +318,8 @@ def _state_of(optimizer: Any) -> tuple[str, StateSize]:
 def _extra_moments(optimizer: Any, state: StateSize) -> dict[int, int]:
     """Return, by parameter id, how many moments the options of a parameter's group add."""
     binding = AttachedOptimizer.of(optimizer)
-    lists = None if binding is None else binding.gradients.look_at_groups()
-    model_of = dict(zip(map(id, lists.masters), lists.models, strict=True)) if lists else {}
+    groups = None if binding is None else binding.gradients.look()
+    model_of = dict(zip(map(id, groups.masters), groups.models, strict=True)) if groups else {}
     return {
         id(model_of.get(id(parameter), parameter)): sum(bool(group.get(key)) for key in state.adding)
         for group in getattr(optimizer, "param_groups", ())

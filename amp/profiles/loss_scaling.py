@@ -1,5 +1,6 @@
 """`LossScaling`: how the loss scale starts, grows and backs off."""
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,17 +63,22 @@ class LossScaling:
         if self.floor > self.max:
             raise AmpValueError(f"min={self.min} is above max={self.max}")
 
-    @property
+    @functools.cached_property
     def dynamic(self) -> bool:
         """Whether the scale changes during training."""
         return self.mode == "dynamic"
 
-    @property
+    @functools.cached_property
+    def is_identity(self) -> bool:
+        """Whether scaling changes nothing."""
+        return not self.dynamic and self.init == 1.0
+
+    @functools.cached_property
     def floor(self) -> float:
         """The lowest possible scale."""
         return SMALLEST_SCALE if self.min is None else self.min
 
-    @property
+    @functools.cached_property
     def start(self) -> float:
         """The first scale. As in apex, `max` caps a dynamic scale, and `min` does not raise it."""
         return min(self.init, self.max) if self.dynamic else self.init

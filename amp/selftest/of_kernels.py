@@ -10,7 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.kernels import axpby, backend, l2norm, language, master_copy, split, unscale, update_scale
+from amp.kernels import (
+    axpby,
+    backend,
+    l2norm,
+    language,
+    master_copy,
+    merge,
+    split,
+    unscale,
+    update_scale,
+)
 from amp.kernels.tables import BadSteps
 from amp.selftest.check_registry import (
     CHECKS,
@@ -138,6 +148,20 @@ def _master_copy(dtype: torch.dtype, device: torch.device) -> Outcome:
     return Outcome(bits=targets)
 
 
+def _merge(dtype: torch.dtype, device: torch.device) -> Outcome:
+    masters = tensors_on(device, torch.float32, 8)
+    parameters = [master.to(dtype) for master in masters]
+    expected = on_cpu(masters)
+    assert not merge.differ(parameters, masters).item(), "rounded masters differ from themselves"
+    for parameter, master in zip(parameters, expected, strict=True):
+        if parameter.dim() == 1:
+            parameter[::3] = master[::3] = 100.0  # which no master rounds to
+    assert merge.differ(parameters, masters).item(), "a difference was not seen"
+    merge.merge(parameters, masters)
+    assert_same_bits(masters, expected, "merged masters")
+    return Outcome(bits=masters)
+
+
 def _split(dtype: torch.dtype, device: torch.device) -> Outcome:
     values = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65519.0, 65520.0, 65791.0, 65792.0, 1e-40]
     ties = torch.arange(-(2**15), 2**15, dtype=torch.int32) * 2**16 + 2**15
@@ -169,9 +193,10 @@ for _name, _dtype in DTYPES.items():
         "axpby": _axpby,
         "l2norm": _l2norm,
         "master copy": _master_copy,
+        "merge": _merge,
         "split16": _split,
     }.items():
-        if _operation in ("master copy", "split16") and _dtype is torch.float32:
+        if _operation in ("master copy", "merge", "split16") and _dtype is torch.float32:
             continue
         _full_name = f"kernels: {_operation}, {_name}"
         CHECKS[_full_name] = Check(_full_name, functools.partial(_function, _dtype), 60, False)

@@ -16,25 +16,29 @@ _LISTS = 8
 """How many lists are remembered; there are several if some parameters get no gradient at times."""
 
 Parameters = Sequence[Tensor]
+Names = Callable[[Parameters], list[str]]
 
 
 class BadGradientLog:
     """For each parameter of some lists, the last update of a scaler at which its gradient was bad.
 
     Kernels write it, for cases in which the host learns of an overflow too late to check the gradients.
+
+    Attributes:
+        underway: the names of the entries that the host has asked for and not got yet.
     """
 
     def __init__(self) -> None:
-        self._lists: dict[int, tuple[Parameters, Tensor, Callable[[Tensor], str]]] = {}
+        self._lists: dict[int, tuple[Parameters, Tensor, Names]] = {}
         self._copies = HostCopies()
-        self._names: deque[list[str]] = deque(maxlen=256)
+        self.underway: deque[list[str]] = deque(maxlen=256)
 
-    def entries_of(self, parameters: Parameters, name: Callable[[Tensor], str]) -> Tensor:
+    def entries_of(self, parameters: Parameters, names: Names) -> Tensor:
         """Return the tensor that a kernel writes: float32 `[n]`, one entry a parameter, NaN at first.
 
         Args:
             parameters: the same list each time, of one device.
-            name: returns the name of a parameter.
+            names: returns the names of parameters.
         """
         known = self._lists.get(id(parameters))
         if known is None:
@@ -43,25 +47,20 @@ class BadGradientLog:
             entries = torch.full(
                 (len(parameters),), math.nan, dtype=torch.float32, device=parameters[0].device
             )
-            known = self._lists[id(parameters)] = parameters, entries, name
+            known = self._lists[id(parameters)] = parameters, entries, names
         return known[1]
-
-    @property
-    def is_underway(self) -> bool:
-        """Whether the host has asked for entries that have not arrived."""
-        return bool(self._names)
 
     def fetch(self) -> None:
         """Start to copy all entries to the host. The host does not wait for the device."""
-        for parameters, entries, name in self._lists.values():
+        for parameters, entries, names in self._lists.values():
             self._copies.send(entries)
-            self._names.append(list(map(name, parameters)))
+            self.underway.append(names(parameters))
 
     def arrived(self, wait: bool) -> dict[str, int]:
         """Return the last bad update of each parameter that had one, as far as copies have arrived."""
         found: dict[str, int] = {}
         for _, steps in self._copies.arrived(wait):
-            named = zip(self._names.popleft(), steps, strict=True)
+            named = zip(self.underway.popleft(), steps, strict=True)
             found |= {name: int(step) for name, step in named if not math.isnan(step)}
         return found
 

@@ -9,7 +9,6 @@ abort    drops the gradients of a block that raised; see `Gradients.abort`
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from itertools import chain
@@ -17,13 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from amp.active import open_sessions
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState, disable_casts
 from amp.distributed import reduce_largest
+from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpAttributeError, AmpRuntimeError, warn
 from amp.kernels.changes import at_once
-from amp.observers import watching
+from amp.observers import everywhere
+from amp.training import misuse
 from amp.training.gradients import Gradients, State
 from amp.training.new_gradients import NewGradients
 from amp.training.scaler import LossScaler, ScaleSnapshot
@@ -36,6 +36,7 @@ class Block:
         scaler: the scaler of the loss.
         scale: the scale of the loss, once the block is entered.
         is_over: whether it was left without an error.
+        found: those for which it has made any gradients.
     """
 
     scale: ScaleSnapshot
@@ -50,9 +51,8 @@ class Block:
         self.is_over = False
         self._gradients = gradients
         self._histories = histories
-        self._before = ThreadState()
-        self._was_run: bool | None = None
-        """Whether backward has run from the scaled loss; None if that is not watched."""
+        self._before: ThreadState | None = None
+        self.found: list[Gradients] = []
 
     def around_backward(
         self, session: Any, loss: Tensor, attached: Sequence[Any], *, delay: bool, update: bool
@@ -66,118 +66,88 @@ class Block:
             delay: leave the gradients scaled.
             update: let the scale move.
         """
+        if session.is_plain and all([each.is_plain for each in attached]):  # noqa: C419 (is faster)
+            return _ToEnter(self._around_plain_backward, (session, loss, attached), {})
         return _ToEnter(self._around_backward, (session, loss, attached, delay, update), {})
+
+    def _around_plain_backward(
+        self, session: Any, loss: Tensor, attached: Sequence[Any]
+    ) -> Generator[Tensor]:
+        """Do the same for gradients that need nothing: backward adds them to those that are there."""
+        watched = [each for each in attached if each.misuse is not None]
+        watch = misuse.watch_block(session, self, attached) if watched else None
+        self._check_closed()
+        try:
+            for each in attached:
+                if not each.gradients.groups.are_current(each.optimizer):
+                    each.gradients.look("block")
+                each.gradients.open_block = self
+            yield loss.float() if loss.dtype in LOW_PRECISION else loss
+            if watch is not None:
+                self.found = [each.gradients for each in attached if not each.gradients.are_none()]
+                watch.block_is_left(is_complete=True)
+            self.is_over = True
+        finally:
+            for gradients in self._gradients:
+                if gradients.open_block is self:
+                    gradients.open_block = None
 
     def _around_backward(
         self, session: Any, loss: Tensor, attached: Sequence[Any], delay: bool, update: bool
     ) -> Generator[Tensor]:
-        for each in attached:
-            each.write_back.warn_if_missed()
-            if not each.step.has_stepped:
-                each.gradients.check.wrappers(each.gradients.lists.models)
-                each.gradients.check.hooks(each.gradients.lists.masters)
+        watched = [each for each in attached if each.misuse is not None]
+        watch = misuse.watch_block(session, self, attached) if watched else None
         try:
             try:
                 scaled_loss = self.enter(loss)
-                for observer in watching(session.observers):
+                for observer in (*everywhere, *session.observers):
                     observer.block_entered(session, self, loss, attached)
-                session.learn(self.scaler)
-                others: list[Any] = []
-                if not self.scaler.is_identity and not all(each.step.has_stepped for each in attached):
-                    self._watch_backward(scaled_loss)
-                    others = _others(session, attached)
-                before = [each.gradients.grads_and_versions() for each in others]
+                if self.scaler.recorder.states.underway:
+                    session.learn(self.scaler)
+                if watch is not None:
+                    watch.backward_begins(scaled_loss)
                 try:
                     yield scaled_loss
                 except RuntimeError as error:
-                    for gradients in self._gradients:
-                        gradients.check.add_hint(error, gradients.lists.models)
+                    for each in attached:
+                        each.check.add_hint(error, each.gradients.groups.models)
                     raise
-                for each in () if self.scaler.is_identity else attached:
-                    if not each.step.has_stepped:
-                        each.gradients.of_masters.check_hidden()
+                if watch is not None:
+                    watch.backward_has_ended()
+                may_delay = not self.scaler.config.is_identity or self._histories
+                is_complete = not (delay and may_delay) and self.is_reduced()
                 if session.is_rehearsal:
                     self.abort()
-                elif (delay and not self._is_plain) or not self.is_reduced():
-                    self.delay()
-                else:
+                elif is_complete:
                     self.leave(update)
-                    self._warn_if_empty(attached)
-                self._warn_if_not_run()
-                for each, grads in zip(others, before, strict=True):
-                    if each.owner is session or not each.gradients.were_scaled:
-                        each.gradients.note_scaled(grads, self._gradients)
-                session.running_stats.repair()
-                for observer in watching(session.observers):
+                else:
+                    self.delay()
+                if watch is not None:
+                    watch.block_is_left(is_complete and not session.is_rehearsal)
+                if session.running_stats.modules:
+                    session.running_stats.repair()
+                for observer in (*everywhere, *session.observers):
                     observer.block_left(session, self)
                 self.is_over = True
             finally:
-                self.end()
+                if not self.is_over:
+                    self.end()
         finally:
-            self.end()  # again: an interrupt may have come before it was done
-
-    def _watch_backward(self, scaled_loss: Tensor) -> None:
-        """Note whether backward runs from the scaled loss, and warn if it does so after the block."""
-        if not scaled_loss.requires_grad:
-            return
-        self._was_run, block = False, weakref.ref(self)
-
-        def note(grad: Tensor) -> None:
-            alive = block()
-            if alive is None or alive.is_over:
-                if bool((grad != 1).any()):
-                    return  # it is a part of another loss
-                warn(
-                    "scaled_loss.backward() was called after its amp.scale_loss block: gradients are "
-                    "not unscaled, and too large by the loss scale. Call it inside of the block"
-                )
-            else:
-                alive._was_run = True
-
-        scaled_loss.register_hook(note)  # type: ignore[no-untyped-call]
-
-    def _warn_if_not_run(self) -> None:
-        """Warn if the gradients of the block did not come from the scaled loss."""
-        if self._was_run is False and any(each.has_found for each in self._gradients):
-            warn(
-                "an amp.scale_loss block has found gradients, and none came from the scaled loss: they "
-                "are divided by the loss scale all the same, so the weights hardly move. Call "
-                "scaled_loss.backward() in `with amp.scale_loss(loss, optimizer) as scaled_loss:`, not "
-                "loss.backward()"
-            )
-
-    def _warn_if_empty(self, attached: Sequence[Any]) -> None:
-        """Warn once if the first block of some optimizers has found no gradient at all."""
-        if any(each.gradients.has_ever_found or each.step.has_stepped for each in attached):
-            return
-        if any(p.requires_grad for each in attached for p in each.gradients.lists.stepped):
-            for each in attached:
-                each.gradients.has_ever_found = True
-            warn(
-                "an amp.scale_loss block has ended, and no parameter of its optimizers has a gradient: "
-                "no backward was run in it, or the loss does not depend on them, as after .detach(). "
-                "Call scaled_loss.backward() inside of the block"
-            )
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether nothing would be delayed: there is no loss scale, and no history of FP8."""
-        return self.scaler.is_identity and not self._histories
+            if not self.is_over:  # again: an interrupt may have come before it was done
+                self.end()
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait.
 
         If it raises, the caller calls `end`.
         """
-        if any(gradients.state is State.OPEN for gradients in self._gradients):
-            raise AmpRuntimeError(
-                "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
-                "block. Leave the first block, or add the two losses and scale the sum."
-            )
-        for gradients in self._gradients:
+        self._before = ThreadState()
+        self._check_closed()
+        delayed = [gradients for gradients in self._gradients if gradients.delayed is not None]
+        for gradients in delayed:
             _check_reduced(gradients, self.scaler)
         # Finishing a block moves a scale, perhaps this one: look again until none is left.
-        while any([_finish_other_scale(gradients, self.scaler) for gradients in self._gradients]):  # noqa: C419
+        while any([_finish_other_scale(gradients, self.scaler) for gradients in delayed]):  # noqa: C419
             pass
         for gradients in self._gradients:
             gradients.prepare_to_enter()
@@ -185,8 +155,16 @@ class Block:
             gradients.enter(self)
         scaled_loss, self.scale = self.scaler.scale_and_remember(loss)
         for history in self._histories:
-            history.begin(None if self.scaler.is_identity else self.scale.scale)
+            history.begin(None if self.scaler.config.is_identity else self.scale.scale)
         return scaled_loss
+
+    def _check_closed(self) -> None:
+        """Raise AmpRuntimeError inside of another block of one of the optimizers."""
+        if any([gradients.open_block is not None for gradients in self._gradients]):  # noqa: C419
+            raise AmpRuntimeError(
+                "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
+                "block. Leave the first block, or add the two losses and scale the sum."
+            )
 
     def leave(self, update: bool = True) -> None:
         """Unscale the block's gradients, or let the step do it, and move the scale. No host sync."""
@@ -194,7 +172,7 @@ class Block:
 
     def is_reduced(self) -> bool:
         """Whether the backward has reduced all of these gradients over the ranks."""
-        return all(gradients.are_reduced() for gradients in self._gradients)
+        return all([gradients.are_reduced() for gradients in self._gradients])  # noqa: C419
 
     def delay(self) -> None:
         """Leave the gradients scaled, added to delayed ones of the same scale."""
@@ -203,9 +181,9 @@ class Block:
 
     def end(self) -> None:
         """After an error, put torch's state back and drop the gradients. It may be called again."""
-        if not self.is_over:
+        if self._before is not None:
             self._before.put_back(after_error=True)
-            self.abort()
+        self.abort()
 
     def abort(self) -> None:
         """Drop the block's gradients and leave it, unless it was left. Idempotent."""
@@ -229,6 +207,8 @@ class Block:
         collected = []
         for gradients in together:
             new = gradients.collect(self.scale, claimed, are_final)
+            if new.grads or new.own_grads:
+                self.found.append(gradients)
             collected.append(new)
             if len(together) > 1:
                 claimed.update(map(id, new.of_masters.models), map(id, new.unmastered))
@@ -260,19 +240,21 @@ class Block:
         update: bool,
     ) -> None:
         scaler = self.scaler
-        checked = [gradients for gradients in together if scaler.checks(gradients.skips_on_device)]
+        checked = [each for each in together if scaler.checks(each.skips_on_device)]
         found_inf = scaler.found_inf if checked else None
         for gradients, new in zip(together, collected, strict=True):
             gradients.unscale(new, self.scale, found_inf if gradients in checked else None)
-        _agree(together, scaler, found_inf, histories)
+        groups = [group for each in together for group in each.groups.process_groups]
+        if groups or histories or scaler.process_groups:
+            _agree(together, scaler, found_inf, histories)
         for history in histories:
             history.end(in_block=True)
-        deferred = filter(None, [each.of_masters.deferred for each in together])
+        deferred = filter(None, [each.deferral.deferred for each in together])
         norm = next((each.norms.total for each in deferred if each.norms is not None), None)
         verdict = scaler.verdict() if checked else None
         for gradients in together:
             gradients.settle(verdict if gradients in checked else None)
-        if update and (checked or not scaler.is_identity):
+        if update and (checked or not scaler.config.is_identity):
             scaler.update(norm)
 
 
@@ -283,34 +265,19 @@ class _ToEnter(_GeneratorContextManager[Tensor]):
     own would leave the block open.
     """
 
-    def __delattr__(self, name: str) -> None:
-        """Forget an argument, which the standard library does first when the block is entered."""
-        if name not in vars(self):
+    def __enter__(self) -> Tensor:
+        if "args" not in vars(self):
             raise AmpRuntimeError(
                 "what amp.scale_loss returned was entered a second time. Make a new one for each "
                 "backward: with amp.scale_loss(loss, optimizer) as scaled_loss"
             )
-        super().__delattr__(name)
+        return super().__enter__()
 
     def __getattr__(self, name: str) -> Any:
         raise AmpAttributeError(
             f"amp.scale_loss(...) was used without `with`, and has no attribute '{name}'. Write `with "
             "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
         )
-
-
-def _others(session: Any, attached: Sequence[Any]) -> list[Any]:
-    """Return the optimizers whose gradients should not come from this block, as far as that shows.
-
-    Other threads may train those of other sessions meanwhile, with blocks of their own, or at a level
-    that scales no loss.
-    """
-    of_all = chain.from_iterable(each.attached for each in open_sessions())
-    return [
-        each
-        for each in of_all
-        if each not in attached and (each.owner is session or not each.owner.scalers[0].is_identity)
-    ]
 
 
 def _agree(
@@ -321,9 +288,11 @@ def _agree(
 ) -> None:
     """Let ranks agree on an overflow, and on the magnitudes that FP8 layers have seen."""
     shared = [history for history in histories if history.recipe.reduce_amax]
-    tensors = [*([] if found_inf is None else [found_inf]), *(each.seen for each in shared)]
+    found = [] if found_inf is None else [found_inf]
+    found += [each.left for each in together if each.left is not None]
+    tensors = [*found, *(each.seen for each in shared)]
     if tensors:
-        of_gradients = [each.lists.process_groups for each in together]
+        of_gradients = [each.groups.process_groups for each in together]
         of_histories = [history.groups() for history in shared]
         groups = scaler.groups_with(chain.from_iterable([*of_gradients, *of_histories]))
         reduce_largest(tensors, groups)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from amp import active
 from amp.errors import warn
 from amp.masters.grads import grads_of, have_grads
+from amp.masters.master_weights import MasterWeights
 from amp.patching import Patch, Patches, around, modules_of_others, show_patched
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training.gradients import Gradients, State
@@ -32,8 +33,18 @@ def _gradients_of(parameters: Sequence[Tensor]) -> list[Gradients]:
         attached.gradients
         for session in active.open_sessions()
         for attached in session.attached
-        if not ids or not ids.isdisjoint(attached.gradients.lists.ids)
+        if not ids or not ids.isdisjoint(attached.gradients.groups.ids)
     ]
+
+
+def _masters_of(parameters: Sequence[Tensor]) -> set[MasterWeights]:
+    ids = set(map(id, parameters))
+    return {
+        session.masters
+        for session in active.open_sessions()
+        for attached in session.attached
+        if not ids.isdisjoint(attached.gradients.groups.ids)
+    }
 
 
 def patch_clipping(undo: Undo, has_masters: bool) -> None:
@@ -79,13 +90,13 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
         _warn_if_chosen_by_gradient(parameters, found, name)
     master_of: dict[int, Tensor] = {}
     for gradients in found if parameters else ():
-        lists = gradients.lists
+        groups = gradients.groups
         if gradients.state is State.OPEN:
             _warn_in_block(gradients, name)
             continue
         gradients.finish_delayed()
-        gradients.take_changes()
-        master_of |= zip(map(id, lists.models), lists.masters, strict=True)
+        gradients.look()
+        master_of |= zip(map(id, groups.models), groups.masters, strict=True)
     return [master_of.get(id(parameter), parameter) for parameter in parameters]
 
 
@@ -95,28 +106,33 @@ def _warn_if_chosen_by_gradient(
     """Warn of `[p for p in model.parameters() if p.grad is not None]`, which finds no masters."""
     ids = set(map(id, parameters))
     for gradients in found:
-        lists = gradients.lists
-        have_grads = {id(p) for p in lists.unmastered if p.grad is not None}
-        left_out = {*map(id, lists.models), *map(id, lists.masters)}
+        groups = gradients.groups
+        have_grads = {id(p) for p in groups.unmastered if p.grad is not None}
+        left_out = {*map(id, groups.models), *map(id, groups.masters)}
         is_about_them = not ids or bool(have_grads and have_grads <= ids)
         if is_about_them and ids.isdisjoint(left_out) and _are_in_masters(gradients):
             warn(
                 f"{name} was given {len(parameters)} parameters, and not the "
-                f"{len(lists.masters)} in 16 bits, whose own .grad is None between a block and the "
+                f"{len(groups.masters)} in 16 bits, whose own .grad is None between a block and the "
                 "step. Do not choose parameters by `p.grad is not None`: pass model.parameters()"
             )
 
 
 def _are_in_masters(gradients: Gradients) -> bool:
     """Whether masters have gradients for a step, in `.grad` or deferred."""
-    if gradients.of_masters.were_stepped:
+    if gradients.were_stepped:
         return False
-    return gradients.state is State.DEFERRED or have_grads(gradients.lists.masters)
+    return gradients.state is State.DEFERRED or have_grads(gradients.groups.masters)
 
 
 def _warn_in_block(gradients: Gradients, name: str) -> None:
-    if gradients.are_whole_in_block:
-        return
+    block = gradients.open_block
+    if (
+        block is not None
+        and block.scaler.config.is_identity
+        and not gradients.groups.pairs.have_grads()
+    ):
+        return  # backward adds to the whole gradient, unscaled
     warn(
         f"{name} was called inside amp.scale_loss, where gradients are multiplied by "
         "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what will be "
@@ -132,8 +148,8 @@ def _total_norm(
     for gradients in _gradients_of(()):
         if gradients.state is not State.DELAYED and not _are_in_masters(gradients):
             continue
-        lists, ids = gradients.lists, set(map(id, given))
-        own, theirs = ({id(g) for g in _grads_of(p)} for p in (lists.unmastered, lists.masters))
+        groups, ids = gradients.groups, set(map(id, given))
+        own, theirs = ({id(g) for g in _grads_of(p)} for p in (groups.unmastered, groups.masters))
         is_about_them = not ids or not ids.isdisjoint(own)
         if gradients.state is State.DELAYED and (is_about_them or not ids.isdisjoint(theirs)):
             warn(
@@ -144,7 +160,7 @@ def _total_norm(
         elif not HAS_GRAD_DTYPE and is_about_them and ids.isdisjoint(theirs):
             warn(
                 f"{name} was given {len(given)} gradients, and not those of "
-                f"{len(lists.masters)} parameters whose gradients are in their FP32 masters. Pass "
+                f"{len(groups.masters)} parameters whose gradients are in their FP32 masters. Pass "
                 "[p.grad for p in amp.master_params(optimizer) if p.grad is not None]"
             )
     return original(given, *args, **kwargs)
@@ -165,7 +181,7 @@ def clip_by_weights(
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     stepped = _stepped_for(given, name)
     with ExitStack() as in_float32:
-        for masters in {gradients.masters for gradients in _gradients_of(stepped)}:
+        for masters in _masters_of(stepped):
             own = [each for each in stepped if masters.model(each) is not None]
             in_float32.enter_context(masters.as_float32(own))
         return original(stepped, *args, **kwargs)

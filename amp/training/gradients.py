@@ -31,45 +31,53 @@ SETTLED* is SETTLED or DEFERRED.
 
 DEFERRED is for an optimizer that takes scaled gradients: the first block's 16-bit gradients are kept
 as backward left them, and the step unscales them. Whatever reads one before has all unscaled first; see
-`amp.training.deferred`. The next block's are added to them in FP32, and the sum is kept instead.
+`amp.training.deferral`. The next block's are added to them in FP32, and the sum is kept instead.
 Nothing is deferred if the optimizer does not take scaled gradients, if masters have gradients in
 `.grad` already, if optimizers share a master, or if a gradient is sparse or of a class that keeps its
 values elsewhere.
 
-At a scale of 1 `new` needs no unscaling: in the `.grad` of unmastered parameters backward adds it to
-the total, and nothing is set aside. Other code may change, assign or remove the `.grad` of a master or
+At a scale of 1 `new` needs no unscaling: if no parameter has a master, backward adds it to the total,
+and nothing is set aside. Other code may change, assign or remove the `.grad` of a master or
 of its parameter, and run a backward outside of any block, which adds to the parameter's. What it has
-done to the one is taken over for the other when a block is entered and before a step.
+done to the one is taken over for the other at the next look; see `amp.masters.agreement`.
 """
 
 from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import operator
+import sys
+from collections.abc import Collection, Iterator
+from itertools import repeat
+from operator import is_not
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import Tensor
 
 from amp.distributed import place_gradients
-from amp.errors import AmpRuntimeError, warn
+from amp.errors import AmpRuntimeError
 from amp.kernels.changes import Change
+from amp.kernels.tensor_lists import local
 from amp.masters.grads import grads_of, have_grads, store_grads
-from amp.masters.whole import MasterWeights
+from amp.masters.master_weights import MasterWeights
 from amp.torch_versions import HAS_GRAD_DTYPE
-from amp.training.deferred import Deferred
+from amp.training import unscaling
+from amp.training.deferral import Deferral, Deferred
+from amp.training.group_contents import Groups
 from amp.training.hiding import hide_gradients_from_dynamo
-from amp.training.master_gradients import MasterGradients
 from amp.training.new_gradients import Logs, NewGradients
 from amp.training.parameter_check import ParameterCheck
-from amp.training.parameter_lists import ParameterLists
-from amp.training.scaler import ScaleSnapshot, Verdict
+from amp.training.scaler import ScaleSnapshot
 from amp.training.synchronization import Synchronization
-from amp.training.unscaling import add_grad, add_to_masters
-from amp.training.verdicts import Verdicts
+from amp.training.verdicts import Capabilities, Verdict, Verdicts
 
 if TYPE_CHECKING:
     from amp.training.blocks import Block
+
+
+_grad = operator.attrgetter("grad")
 
 
 class State(enum.Enum):
@@ -81,311 +89,231 @@ class State(enum.Enum):
     DELAYED = enum.auto()
 
 
-class StepGradients:
-    """The gradients of one optimizer, as a step and other code find them.
+class Gradients:
+    """The gradients of one optimizer.
 
     Attributes:
-        masters: the masters of the session.
-        of_masters: the total of masters.
-        check: the check of the model's parameters.
+        groups: what the optimizer's groups held at the last look.
+        deferral: the gradients of masters that wait for the step.
         verdicts: what the checks found since the last step.
+        open_block: the block that is entered and not left, or None.
         delayed: the block that left its gradients scaled, or None.
-        were_scaled: whether a block was ever entered for this optimizer.
-        of_others: the parameters that a scaled loss of other optimizers has given gradients, which
-            nothing unscales.
+        were_reduced: whether delayed gradients were reduced over the ranks.
+        were_stepped: whether a step has used the gradients, and no block was entered since.
+        are_hidden: whether masters alone have their gradients, so that a backward may make new ones.
+        left: whether gradients that the last step has left are bad still, if the block that is being
+            left has checked that; float32 `[1]`.
     """
 
     def __init__(
-        self, optimizer: Any, masters: MasterWeights, check: ParameterCheck, takes_scaled: bool
+        self,
+        optimizer: Any,
+        masters: MasterWeights,
+        check: ParameterCheck,
+        capabilities: Capabilities,
+        synchronization: Synchronization,
     ) -> None:
-        self._optimizer = optimizer
-        self.masters = masters
-        self.check = check
-        self.of_masters = MasterGradients(optimizer, masters, takes_scaled)
+        self._optimizer, self._masters, self._check = optimizer, masters, check
+        self._capabilities, self._synchronization = capabilities, synchronization
+        self.groups = Groups((), masters, check.called)
+        self.deferral = Deferral(optimizer, capabilities.takes_scaled)
         self.verdicts = Verdicts()
         self.delayed: Block | None = None
-        self.were_scaled = False
-        self.of_others: list[Tensor] = []
-        self._open: Block | None = None
+        self.were_reduced = True
+        self.were_stepped = self.are_hidden = False
+        self.left: Tensor | None = None
+        self._has_looked = False
+        """Whether a forward has looked at the masters since the last step."""
+        self.open_block: Block | None = None
         self._aside: list[tuple[Tensor, Tensor]] = []
 
     @property
     def state(self) -> State:
         """Where the gradients are."""
-        if self._open is not None:
+        if self.open_block is not None:
             return State.OPEN
         if self.delayed is not None:
             return State.DELAYED
-        is_deferred = self.of_masters.deferred is not None and not self.of_masters.were_stepped
+        is_deferred = self.deferral.deferred is not None and not self.were_stepped
         return State.DEFERRED if is_deferred else State.SETTLED
 
-    @property
-    def lists(self) -> ParameterLists:
-        """The parameters of the optimizer's groups, as of the last look at them."""
-        return self.of_masters.lists
+    # What other code has done.
 
-    def look_at_groups(self) -> ParameterLists:
-        """Return the parameters that the optimizer's groups hold now."""
-        lists = ParameterLists.of(self._optimizer, self.masters, self.lists)
-        if lists is not self.lists:
-            self.check.dtypes()
-            self.of_masters.take_lists(lists)
-        return lists
+    def look(self, event: Literal["forward", "block", "step", "look"] = "look") -> Groups:
+        """Let parameters and masters agree in all but values, and return what the groups hold now.
 
-    @property
-    def are_whole_in_block(self) -> bool:
-        """Whether the open block's backward adds to the whole gradient, unscaled."""
-        is_open = self._open is not None and self._open.scaler.is_identity
-        return is_open and not self.of_masters.are_there()
+        Args:
+            event: what is about to happen. A forward uses no gradients; before a block, masters that
+                were changed after a forward are named.
 
-    @property
-    def open_scale(self) -> Tensor | None:
-        """The scale of the open block's loss, on the device; None outside of a block."""
-        return None if self._open is None else self._open.scale.scale
-
-    @property
-    def _of_model(self) -> tuple[Tensor, ...]:
-        """The parameters of the model that the optimizer trains."""
-        return (*self.lists.models, *self.lists.unmastered)
-
-    def verdicts_for_step(self) -> list[Verdict]:
-        """Return what the checks found in the gradients that the step is about to use."""
-        if self.of_others:
-            self._warn_if_of_others()
-        if not self.verdicts.has_cleared:
-            return self.verdicts.of_gradients
-        self.take_changes()
-        self.verdicts.look_for_assigned(grads_of(self.lists.unmastered))
-        return self.verdicts.for_step(self.of_masters.were_assigned)
-
-    def grads_and_versions(self) -> list[tuple[Tensor | None, int]]:
-        """Return the gradients of the model's parameters, and how often each was changed."""
-        grads = grads_of(self._of_model)
-        return [(grad, 0 if grad is None else grad._version) for grad in grads]
-
-    def note_scaled(
-        self, before: Sequence[tuple[Tensor | None, int]], together: Iterable[StepGradients]
-    ) -> None:
-        """Note what the backward of a scaled loss of other optimizers has changed since `before`."""
-        now, of_block = self.grads_and_versions(), {p for each in together for p in each._of_model}
-        if len(now) == len(before) and self.state is not State.DELAYED:
-            self.of_others = [
-                parameter
-                for parameter, (grad, version), known in zip(self._of_model, now, before, strict=True)
-                if (grad is not known[0] or version != known[1]) and parameter not in of_block
-            ]
-
-    def _warn_if_of_others(self) -> None:
-        """Warn if gradients are about to be used that nothing has unscaled."""
-        found = [parameter for parameter in self.of_others if parameter.grad is not None]
-        self.of_others = []
+        Raises:
+            AmpRuntimeError: other code has done what cannot be followed: see `amp.masters.agreement`.
+        """
+        groups = self.groups
+        if event != "forward" and not groups.are_current(self._optimizer):
+            groups = self.regroup()
+        pairs = groups.pairs
+        if not pairs.pairs:
+            return groups
+        if not HAS_GRAD_DTYPE:
+            self._take_grads_of_models(event)
+        elif self.are_hidden and event != "forward" and not (self.open_block or self.delayed):
+            self.show()
+        if not pairs.are_plain and event != "forward":
+            place_gradients(pairs.models)
+        found = pairs.look(HAS_GRAD_DTYPE and not self.are_hidden)
         if found:
-            warn(
-                f"the gradient of {self.check.called(found[0])} comes from a loss that was scaled, in "
-                "an amp.scale_loss block that does not name its optimizer: it is too large by the loss "
-                "scale. Pass all optimizers whose parameters a loss reaches, as in "
-                "amp.scale_loss(loss, [first, second]), or call zero_grad before the next block"
+            if event == "block" and not self._has_looked and pairs.were_written():
+                self._check.forward_has_missed_masters()
+            pairs.agree(found)
+            if not (self.are_hidden or self.deferral.is_complete(pairs)):
+                self.deferral.settle(pairs)
+        self._has_looked = event == "forward" or (self._has_looked and event != "step")
+        return groups
+
+    def regroup(self) -> Groups:
+        """Unscale deferred gradients, and go on with what the groups hold now.
+
+        Raises:
+            AmpRuntimeError: see `Groups.now`.
+        """
+        groups = self.groups.now(self._optimizer, self._masters)
+        if groups is not self.groups:
+            self.deferral.settle(self.groups.pairs)
+            self.groups = groups
+        return groups
+
+    def _take_grads_of_models(self, event: str) -> None:
+        """Add gradients of 16-bit parameters to those of masters, before torch 2.10.
+
+        `model.zero_grad()` does not reach the masters, so these drop theirs after a step.
+
+        Raises:
+            AmpRuntimeError: outside of a block, and a master has a gradient already.
+        """
+        pairs, in_block = self.groups.pairs, self.open_block is not None
+        if self.were_stepped and not in_block and event != "look":  # a wrapper may read them
+            self.were_stepped = False
+            store_grads([pair.master for pair in pairs.pairs if not pair.is_shared])
+            self.deferral.forget()
+        if event == "forward" or in_block or self.delayed is not None:
+            return
+        both = zip(pairs.models, pairs.masters, strict=True)
+        there = [model.grad is not None and model.grad is not master.grad for model, master in both]
+        if not any(there):
+            return
+        some = pairs.only(there)
+        master = next((each for each in some.masters if each.grad is not None), None)
+        if master is not None and not self.are_hidden:
+            raise AmpRuntimeError(
+                f"a 16-bit parameter of shape {tuple(master.shape)} was given a gradient, or has one "
+                "of a backward outside of amp.scale_loss, and its FP32 master has one already. Before "
+                "torch 2.10 they cannot be one gradient. Assign it to what "
+                "amp.master_params(optimizer) yields, call optimizer.zero_grad() before, or call "
+                "backward in an amp.scale_loss block"
             )
+        self.deferral.settle(pairs)
+        unscaling.add_to_masters(some)
 
     def hide(self) -> bool:
         """Leave the gradients to the masters alone; return whether both had them."""
-        if not HAS_GRAD_DTYPE or self._open is not None or self.delayed is not None:
+        if not HAS_GRAD_DTYPE or self.open_block is not None or self.delayed is not None:
             return False
-        if self.of_masters.are_hidden:
+        if self.are_hidden:
             return False
-        self.of_masters.take_changes()
-        self.of_masters.hide()
+        pairs = self.groups.pairs
+        pairs.follow_grads()
+        if not self.deferral.is_complete(pairs):
+            self.deferral.settle(pairs)
+        self.are_hidden = True
+        pairs.hide()
         return True
 
     def show(self) -> None:
         """Undo `hide`, and add what a backward has made meanwhile."""
-        if self._open is None and self.delayed is None and self.of_masters.are_hidden:
-            self.of_masters.take_changes()
+        if self.open_block is not None or self.delayed is not None or not self.are_hidden:
+            return
+        pairs = self.groups.pairs
+        there = [model.grad is not None for model in pairs.models]
+        if any(there):
+            self.deferral.settle(pairs)
+            unscaling.add_to_masters(pairs.only(there))
+        self._show()
 
-    def take_changes(self, for_block: bool = False) -> None:
-        """Take over what other code has done to the gradient of a master, or of its parameter.
+    def _show(self) -> None:
+        self.groups.pairs.show()
+        self.are_hidden = False  # last: while it is set, `show` may go on after an interrupt
 
-        Args:
-            for_block: whether a block is about to be entered.
-
-        Raises:
-            AmpRuntimeError: it has changed both.
-        """
-        if not self.lists.are_plain:
-            place_gradients(self.lists.models)
-        if HAS_GRAD_DTYPE and for_block:
-            self.of_masters.take_changes_of_models()
-        elif HAS_GRAD_DTYPE and self._open is None:
-            self.of_masters.take_changes()
-        else:
-            self.of_masters.add_those_of_models(in_block=self._open is not None)
-
-    def for_step(self) -> Deferred:
-        """Return the gradients of masters for an optimizer that unscales them itself."""
-        self.take_changes()
-        return self.of_masters.for_step()
-
-    def take_for_step_in_block(self) -> None:
-        """Prepare a step inside the block, from a hook of backward, which a scale of 1 allows.
-
-        Raises:
-            AmpRuntimeError: the gradients are scaled, or still to be checked.
-        """
-        scaler = None if self._open is None else self._open.scaler
-        if scaler is None or not scaler.is_identity or scaler.config.check is True:
-            raise AmpRuntimeError(
-                "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
-                "still scaled, or are still to be checked. Call it after the block, or take a level "
-                "without loss scaling, such as O4 or O5, if each parameter is to be stepped in the "
-                "backward."
-            )
-        self.of_masters.unscale()
-
-    def finish_delayed(self) -> None:
-        """Unscale delayed gradients, as leaving their block without `delay_unscale` does."""
-        if self.delayed is not None:
-            self.delayed.finish()
-
-    def are_none(self) -> bool:
-        """Whether there is no gradient for a step."""
-        return not (self.of_masters.are_there() or have_grads(self.lists.unmastered))
-
-    def of_model(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the model's parameters that have a gradient for the step, with it, scaled or not."""
-        own = [(parameter, parameter.grad) for parameter in self.lists.unmastered]
-        for parameter, grad in (*own, *self.of_masters.of_models()):
-            if grad is not None:
-                yield parameter, grad
-
-    def end_step(self, was_skipped: bool = False) -> None:
-        """Note that a step has used the masters' gradients. Idempotent.
-
-        They stay, as in torch; after a step in a backward they are dropped. Before torch 2.10 they stay
-        until the next forward, block or step, for a wrapper may read them after the step that it wraps;
-        after a skipped step they are dropped at once.
-        """
-        self.verdicts.end_step()
-        was_odd = was_skipped or self.masters.any_is_shared(self.lists.masters)
-        is_dropped = self._open is not None or (was_odd and not HAS_GRAD_DTYPE)
-        if is_dropped:
-            self.of_masters.drop()
-        self.of_masters.were_stepped = not is_dropped
-
-    def prepare_to_write_zeros(self) -> None:
-        """Put all gradients where backward puts them, for `zero_grad(set_to_none=False)`."""
-        self.of_masters.unscale()
-        for parameter, total in self._aside:
-            if parameter.grad is None:
-                parameter.grad = total
-
-    def note_zeros(self) -> None:
-        """Note that `zero_grad(set_to_none=False)` has written zeros."""
-        self.verdicts.note_left(grads_of(self.lists.unmastered))
-        if self._open is None:
-            self.of_masters.share_zeros()
-        else:
-            self.of_masters.note()
-
-    def forget(self) -> None:
-        """Forget the delayed block, gradients that are set aside or deferred, and verdicts."""
-        self.of_masters.forget()
-        self.delayed, self._aside, self.of_others = None, [], []
-        self.verdicts.clear()
-
-    def let_go(self) -> None:
-        """Forget the parameters: the optimizer leaves the session."""
-        self.forget()
-        self.of_masters.let_go()
-
-
-class Gradients(StepGradients):
-    """The gradients of one optimizer, and what blocks do with them.
-
-    Attributes:
-        were_reduced: whether delayed gradients were reduced over the ranks.
-        has_found: whether the last block that was left has made gradients.
-        has_ever_found: whether any block has, or there was a warning that none has.
-        skips_on_device: returns whether the optimizer itself skips a step on the device.
-    """
-
-    def __init__(
-        self,
-        *of_optimizer: Any,
-        synchronization: Synchronization,
-        skips_on_device: Callable[[], bool],
-    ) -> None:
-        super().__init__(*of_optimizer)
-        self._synchronization = synchronization
-        self.skips_on_device = skips_on_device
-        self.were_reduced = True
-        self.has_found = self.has_ever_found = False
+    # A block.
 
     def prepare_to_enter(self) -> None:
-        """Take over what other code has done to gradients since the last block."""
-        lists = self.look_at_groups()
-        if self.of_others:
-            self._warn_if_of_others()
+        """Take over what other code has done since the last block."""
+        groups = self.look("block")
         if self.delayed is None:
-            if not HAS_GRAD_DTYPE:
-                self.of_masters.look_after_step()
-            self.of_masters.were_stepped = False
-            self.masters.drop_stepped_grads(lists.masters)
-            self.take_changes(for_block=True)
-        if self.verdicts.has_cleared and self.delayed is None:
-            self.verdicts.look_for_assigned(grads_of(lists.unmastered))
+            self.were_stepped = False
+            if self.verdicts.of_cleared:
+                self.verdicts.look_for_assigned(grads_of(groups.unmastered))
         is_checked = self.verdicts.of_gradients and not self._aside
-        if is_checked and not have_grads((*lists.stepped, *lists.models)):
+        if is_checked and not have_grads((*groups.stepped, *groups.models)):
             self.verdicts.clear()  # other code has cleared the gradients that they are about
 
     def enter(self, block: Block) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
-        self.were_scaled = True
-        lists, aside = self.lists, []
-        if self.delayed is None and not block.scaler.is_identity:
-            there = [(p, grad) for p in lists.unmastered if (grad := p.grad) is not None]
+        aside = []
+        if self.delayed is None and (self.groups.masters or not block.scaler.config.is_identity):
+            there = [(p, grad) for p in self.groups.unmastered if (grad := p.grad) is not None]
             aside = [(p, grad.clone() if grad._is_view() else grad) for p, grad in there]
         # From here on the block can be left, so an interrupt finds it open or not entered.
-        self._aside, self._open = [*self._aside, *aside], block
+        self._aside, self.open_block = [*self._aside, *aside], block
         for parameter, _ in aside:
             parameter.grad = None
         if self.delayed is None:
-            self.of_masters.hide()
+            self.are_hidden = True
+            self.groups.pairs.hide()
 
     def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered. Idempotent.
 
-        Its gradients are dropped, and those that were set aside come back. If they were added to others
-        of the same scale (delayed ones, or any at a scale of 1), the sums stay, as they do without amp.
+        Its gradients are dropped, and those that were set aside come back. If backward has added them
+        to others in place, the sums stay, as they do without amp: to delayed gradients, and at a scale
+        of 1 to all gradients of an optimizer without masters.
         """
-        if self._open is not block:
+        if self.open_block is not block:
             return
-        is_one = block.scaler.is_identity
-        if self.delayed is None and not is_one:
-            for parameter in self.lists.unmastered:
-                parameter.grad = None
-            self.drop_unreduced()
-            for parameter, total in self._aside:
-                parameter.grad = total
-            store_grads(self.lists.models)
-            self.of_masters.show()
-        elif self.delayed is None and self.lists.are_plain:  # else the next block or step does so
-            self.of_masters.take_changes()
-        self.verdicts.note_left(grads_of(self.lists.unmastered))
+        if self.delayed is None:
+            if self.groups.masters or not block.scaler.config.is_identity:
+                for parameter in self.groups.unmastered:
+                    parameter.grad = None
+                self.drop_unreduced()
+                for parameter, total in self._aside:
+                    parameter.grad = total
+            store_grads(self.groups.models)
+            self._show()
+        self.verdicts.note_left(grads_of(self.groups.unmastered))
         aside = self._aside if self.delayed is not None else []
-        vars(self).update({"_aside": aside, "_open": None})  # by one call, which no interrupt divides
+        vars(self).update(
+            {"_aside": aside, "open_block": None}
+        )  # by one call, which no interrupt divides
 
     def are_reduced(self) -> bool:
         """Whether the last backward has reduced all gradients over the ranks."""
-        return self._synchronization.are_reduced(self._of_model)
+        is_alone = not self._synchronization.wrappers
+        return is_alone or self._synchronization.are_reduced(self._of_model)
 
     def drop_unreduced(self) -> None:
         """Drop gradients that a wrapper keeps for a later backward to reduce."""
-        self._synchronization.drop_unreduced(self._of_model)
+        if self._synchronization.wrappers:
+            self._synchronization.drop_unreduced(self._of_model)
+
+    @property
+    def _of_model(self) -> tuple[Tensor, ...]:
+        """The parameters of the model that the optimizer trains."""
+        return (*self.groups.models, *self.groups.unmastered)
 
     def delay(self, block: Block) -> Change:
         """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
-        delayed = {"_open": None, "delayed": self.delayed or block, "were_reduced": self.are_reduced()}
-        return functools.partial(vars(self).update, delayed)
+        delayed = {"delayed": self.delayed or block, "were_reduced": self.are_reduced()}
+        return functools.partial(vars(self).update, open_block=None, are_hidden=True, **delayed)
 
     def collect(self, scale: ScaleSnapshot, claimed: Collection[int], are_final: bool) -> NewGradients:
         """Return the gradients that a block has made.
@@ -400,15 +328,16 @@ class Gradients(StepGradients):
             AmpTypeError: a gradient's dtype cannot be unscaled.
             AmpRuntimeError: the model was moved or cast.
         """
-        lists = self.look_at_groups()
-        if are_final and not lists.are_plain:
+        groups = self.groups
+        if not groups.are_current(self._optimizer):
+            groups = self.regroup()
+        if are_final and not groups.are_plain:
             place_gradients(self._of_model)
-        new = NewGradients.of(lists, self.check, claimed)
-        self.has_found = bool(new.grads or new.own_grads)
-        self.has_ever_found |= self.has_found
-        new = new._replace(will_be_deferred=self.of_masters.can_defer(new))
-        if not scale.scaler.is_identity:
-            new.check(self.check)
+        new = NewGradients.of(groups, claimed)
+        if self.deferral.is_possible:
+            new = new._replace(will_be_deferred=self.deferral.takes(new, groups.pairs))
+        if not scale.scaler.config.is_identity:
+            new.check(self._check)
         return new
 
     def unscale(self, new: NewGradients, scale: ScaleSnapshot, found_inf: Tensor | None) -> None:
@@ -421,38 +350,202 @@ class Gradients(StepGradients):
             scale: the scale of the loss.
             found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
         """
-        scaler, is_one = scale.scaler, scale.scaler.is_identity
+        scaler, is_one = scale.scaler, scale.scaler.config.is_identity
         is_logged = found_inf is not None and not scaler.is_on_host and self.skips_on_device()
-        logs = new.logs(scaler, self.lists, self.check.name) if is_logged else Logs()
+        logs = new.logs(scaler, self.groups, self._check.short_names) if is_logged else Logs()
         if is_one and found_inf is not None:
             new.check_finite(scale.inv_scale, found_inf, logs)
+        if found_inf is not None and self.verdicts.may_be_of_left:
+            self.left = self._check_left(found_inf)
         if new.will_be_deferred:
             inv_scale = None if is_one else scale.inv_scale
-            self.of_masters.defer(new, inv_scale, found_inf, logs.of_masters)
-        else:
-            self.of_masters.unscale()
+            self.deferral.defer(new, inv_scale, found_inf, logs.of_masters)
+        elif self.deferral.deferred is not None:
+            self.deferral.settle(self.groups.pairs)
         if is_one and not new.will_be_deferred:
-            add_to_masters(new.of_masters)
-        if not is_one:
+            unscaling.add_to_masters(new.of_masters)
+        if is_one:
+            self._add_aside()
+        else:
             totals = dict(self._aside)
             new.unscale(totals, scale.inv_scale, found_inf, logs)
             for parameter in totals.keys() - set(new.unmastered):
-                add_grad(parameter, totals[parameter])
+                unscaling.add_grad(parameter, totals[parameter])
             self._aside = []
+
+    def _check_left(self, found_inf: Tensor) -> Tensor:
+        """Check the gradients of earlier blocks, which a skipped step has left. No host sync.
+
+        Other code may have set them to zero without amp: then no later step is to be skipped for them.
+        """
+        one, is_bad = torch.ones_like(found_inf), torch.zeros_like(found_inf)
+        deferred = self.deferral.deferred
+        of_masters = grads_of(self.groups.masters) if deferred is None else deferred.newest
+        left = [grad for grad in (*of_masters, *dict(self._aside).values()) if grad is not None]
+        if left:
+            unscaling.check(list(map(local, left)), one, is_bad)
+        return is_bad
+
+    def _add_aside(self) -> None:
+        """Add new gradients at a scale of 1 to those that were set aside. No host sync."""
+        for parameter, total in self._aside:
+            new, parameter.grad = parameter.grad, total
+            if new is not None:
+                unscaling.add_grad(parameter, new)
+        self._aside = []
 
     def settle(self, verdict: Verdict | None) -> None:
         """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or DEFERRED.
 
         `verdict` is what the check found, if there was one.
         """
-        self.of_masters.settle()
-        hide_gradients_from_dynamo()
-        self.verdicts.add(verdict, grads_of(self.lists.unmastered))
-        self._open = self.delayed = None
+        self._show()
+        if "torch._dynamo.callback" in sys.modules:
+            hide_gradients_from_dynamo()
+        self.verdicts.add(verdict, grads_of(self.groups.unmastered), self.left)
+        self.left = None
+        self.open_block = self.delayed = None
+
+    # The step.
+
+    def skips_on_device(self) -> bool:
+        """Whether the optimizer skips its next step after an overflow by itself."""
+        return self._capabilities.skips_on_device()
+
+    def finish_delayed(self) -> None:
+        """Unscale delayed gradients, as leaving their block without `delay_unscale` does."""
+        if self.delayed is not None:
+            self.delayed.finish()
+
+    def verdicts_for_step(self) -> list[Verdict]:
+        """Return what the checks found in the gradients that the step is about to use."""
+        if not self.verdicts.of_cleared:
+            return self.verdicts.of_gradients
+        self.verdicts.look_for_assigned(grads_of(self.groups.unmastered))
+        return self.verdicts.for_step(self.groups.pairs.were_assigned)
+
+    def take_for_step_in_block(self) -> None:
+        """Prepare a step inside the block, from a hook of backward, which a scale of 1 allows.
+
+        Raises:
+            AmpRuntimeError: the gradients are scaled, or still to be checked.
+        """
+        scaler = None if self.open_block is None else self.open_block.scaler
+        if scaler is None or not scaler.config.is_identity or scaler.config.check is True:
+            raise AmpRuntimeError(
+                "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
+                "still scaled, or are still to be checked. Call it after the block, or take a level "
+                "without loss scaling, such as O4 or O5, if each parameter is to be stepped in the "
+                "backward."
+            )
+        pairs = self.groups.pairs
+        self.deferral.settle(pairs)
+        unscaling.add_to_masters(pairs.only([model.grad is not None for model in pairs.models]))
+        self._add_aside()
+
+    def finish(self) -> None:
+        """Leave all gradients unscaled in the `.grad` of both sides, before they part."""
+        self.finish_delayed()
+        self.show()
+        pairs = self.groups.pairs
+        if HAS_GRAD_DTYPE:
+            pairs.follow_grads()
+        pairs.follow_requires_grad()
+        self.deferral.settle(pairs)
+
+    def unscale_deferred(self) -> None:
+        """Put unscaled gradients in the place of deferred ones. No host sync."""
+        self.deferral.settle(self.groups.pairs)
+
+    def for_step(self) -> Deferred:
+        """Return the gradients of masters for an optimizer that unscales them itself."""
+        return self.deferral.for_step(self.groups.pairs)
+
+    def are_none(self) -> bool:
+        """Whether there is no gradient for a step."""
+        return not any(map(is_not, map(_grad, self.groups.stepped), repeat(None)))
+
+    def of_model(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the model's parameters that have a gradient for the step, with it, scaled or not."""
+        deferred, pairs = self.deferral.deferred, self.groups.pairs
+        if deferred is not None:
+            yield from zip(deferred.of.models, deferred.grads, strict=True)
+        of_masters = zip(pairs.models, grads_of(pairs.masters), strict=True)
+        own = [(parameter, parameter.grad) for parameter in self.groups.unmastered]
+        for parameter, grad in (*own, *(of_masters if deferred is None else ())):
+            if grad is not None:
+                yield parameter, grad
+
+    def end_step(self, was_skipped: bool = False) -> None:
+        """Note that a step has used the masters' gradients. Idempotent.
+
+        They stay, as in torch; after a step in a backward they are dropped. Before torch 2.10 they stay
+        until the next forward, block or step, for a wrapper may read them after the step that it wraps;
+        after a skipped step they are dropped at once.
+        """
+        self.verdicts.end_step()
+        is_dropped = self.open_block is not None or (was_skipped and not HAS_GRAD_DTYPE)
+        if is_dropped:
+            pairs = self.groups.pairs
+            store_grads(pairs.masters)
+            pairs.forget_grads()
+            self.deferral.forget()
+        self.were_stepped = not is_dropped
+
+    # Dropping.
+
+    def prepare_to_write_zeros(self) -> None:
+        """Put all gradients where backward puts them, for `zero_grad(set_to_none=False)`."""
+        self.deferral.settle(self.groups.pairs)
+        for parameter, total in self._aside:
+            if parameter.grad is None:
+                parameter.grad = total
+        for grad in grads_of(self.groups.models):
+            if grad is not None:
+                grad.zero_()
+
+    def note_zeros(self) -> None:
+        """Note that `zero_grad(set_to_none=False)` has written zeros."""
+        self.verdicts.note_left(grads_of(self.groups.unmastered))
+        pairs = self.groups.pairs
+        if self.open_block is not None:
+            for pair in pairs.pairs:
+                pair.grad = pair.master.grad
+            return
+        for pair in pairs.pairs:
+            if pair.master.grad is None and (grad := pair.parameter.grad) is not None:
+                pair.master.grad = grad.float()
+        self._show()
+
+    def drop(self, is_to_none: bool = True) -> None:
+        """Forget the gradients of masters, and all that blocks have left for the step.
+
+        Args:
+            is_to_none: whether to remove them from both sides too.
+        """
+        pairs = self.groups.pairs
+        for pair in pairs.pairs:
+            if is_to_none:
+                pair.master.grad = pair.parameter.grad = None
+            pair.grad = None
+        pairs.were_assigned = self.were_stepped = False
+        if self.deferral.is_possible:
+            self.deferral.forget()
+        self.delayed, self.left, self._aside = None, None, []
+        if self.verdicts.of_gradients or self.verdicts.of_cleared:
+            self.verdicts.clear()
+        if self._synchronization.wrappers:
+            self.drop_unreduced()
 
     def clear(self) -> None:
         """Drop all gradients, and leave a block. Idempotent."""
-        store_grads((*self.lists.stepped, *self.lists.models))
-        self.forget()
-        self.of_masters.are_hidden = False
-        self._open = None
+        store_grads(self.groups.unmastered)
+        self.drop()
+        self.are_hidden = False
+        self.open_block = None
+
+    def let_go(self) -> None:
+        """Forget the parameters: the optimizer leaves the session."""
+        self.groups.pairs.forget_grads()
+        self.deferral.forget(for_ever=True)
+        self.groups = Groups((), self._masters, self._check.called)

@@ -12,11 +12,15 @@ def is_on_host(tensor: Tensor) -> bool:
 
 
 class HostCopies:
-    """A queue of copies on their way from a device to the host."""
+    """A queue of copies on their way from a device to the host.
+
+    Attributes:
+        underway: the copies: number, tensor on the host, and what tells that it has come.
+    """
 
     def __init__(self) -> None:
         # Copies that nobody asks for are dropped, the oldest first.
-        self._underway: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque(maxlen=256)
+        self.underway: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque(maxlen=256)
 
     def send(self, tensor: Tensor, number: int = 0) -> None:
         """Start to copy what a tensor holds now. The host does not wait for the device.
@@ -28,7 +32,7 @@ class HostCopies:
             number: the number of the copy; later copies have larger ones.
         """
         if not tensor.is_cuda:
-            self._underway.append((number, tensor.clone(), None))
+            self.underway.append((number, tensor.clone(), None))
             return
         with torch.cuda.device(tensor.device):
             if torch.cuda.is_current_stream_capturing():
@@ -37,7 +41,7 @@ class HostCopies:
             copy.copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._underway.append((number, copy, event))
+        self.underway.append((number, copy, event))
 
     def arrived(self, wait: bool = False, until: int = -1) -> list[tuple[int, list[float]]]:
         """Return the copies that came since the last call, with their numbers, oldest first.
@@ -47,16 +51,16 @@ class HostCopies:
                 device; for other devices, which have no pinned memory here, it does.
             until: wait for copies with numbers up to this one.
         """
-        if self._underway and self._underway[0][2] and torch.cuda.is_current_stream_capturing():
+        if self.underway and self.underway[0][2] and torch.cuda.is_current_stream_capturing():
             return []  # there events cannot be queried
         values = []
-        while self._underway:
-            number, copy, event = self._underway[0]
+        while self.underway:
+            number, copy, event = self.underway[0]
             if event is not None:
                 if wait or number <= until:
                     event.synchronize()
                 elif not event.query():  # type: ignore[no-untyped-call]
                     break
             values.append((number, copy.tolist()))
-            self._underway.popleft()
+            self.underway.popleft()
         return values

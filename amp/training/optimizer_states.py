@@ -21,7 +21,7 @@ from amp.state_checks import (
     as_float,
     as_plain,
 )
-from amp.training.optimizer_wrappers import inherits
+from amp.training.wrapped_optimizers import inherits
 
 _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 """Settings that are a bool, or None."""

@@ -1,15 +1,16 @@
-"""The check that a model still has the parameters that an optimizer trains, in the same dtypes."""
+"""The check that a model still has the parameters that an optimizer trains, and their names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amp.casting.sharded import is_of_fsdp1
 from amp.errors import AmpRuntimeError, first_few, warn
+from amp.masters.agreement import Pairs
+from amp.masters.grads import grads_of
 from amp.profiles.levels import levels_with
 
 
@@ -28,12 +29,7 @@ class ParameterCheck:
         self._optimizer = optimizer
         self._named_parameters = named_parameters
         self._by_name: dict[tuple[int, str], Tensor] = {}
-        self._dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}
-        """By the id of the parameter, which is kept so that no other tensor gets its id."""
-
-    def note_dtypes(self, parameters: Iterable[Tensor]) -> None:
-        """Note the dtypes that parameters have now."""
-        self._dtypes.update({id(p): (p, p.dtype) for p in parameters})
+        self._has_warned_of_forward = False
 
     def note_names(self, parameters: Iterable[Tensor]) -> None:
         """Note under which names the models have these parameters now."""
@@ -50,24 +46,15 @@ class ParameterCheck:
 
     def called(self, parameter: Tensor) -> str:
         """Return how to call a parameter in a message: by its name in quotes, or by its shape."""
-        names = [name for (_, name), each in self._named_parameters().items() if each is parameter]
-        return f"'{names[0]}'" if names else f"a parameter of shape {tuple(parameter.shape)}"
+        [name] = self.short_names([parameter])
+        return name if name.startswith("a parameter of shape") else f"'{name}'"
 
-    def name(self, parameter: Tensor) -> str:
-        """Return the name of a parameter, without quotes."""
-        return self.called(parameter).strip("'")
-
-    def dtypes(self, parameters: Sequence[Tensor] | None = None) -> None:
-        """Raise AmpRuntimeError if one of some parameters, or of all, was cast after `initialize`."""
-        ids = self._dtypes if parameters is None else map(id, parameters)
-        for parameter, dtype in filter(None, map(self._dtypes.get, ids)):
-            if parameter.dtype is not dtype:
-                raise AmpRuntimeError(
-                    f"{self.called(parameter)} is {parameter.dtype} and was {dtype} at "
-                    "amp.initialize: the model was cast after it, by .half(), .float() or .to(), or "
-                    ".data was given such values, as torch.nn.utils.vector_to_parameters does. Leave "
-                    "out the cast, or do it before; write FP32 values to amp.master_params(optimizer)"
-                )
+    def short_names(self, parameters: Iterable[Tensor]) -> list[str]:
+        """Return the name of each parameter without the number of its model, or else its shape."""
+        names: dict[int, str] = {}
+        for (_, name), parameter in self._named_parameters().items():
+            names.setdefault(id(parameter), name)
+        return [names.get(id(p)) or f"a parameter of shape {tuple(p.shape)}" for p in parameters]
 
     def wrappers(self, parameters: Iterable[Tensor]) -> None:
         """Raise AmpRuntimeError if FullyShardedDataParallel holds parameters that have masters."""
@@ -87,6 +74,27 @@ class ParameterCheck:
                 "a hook was registered on what optimizer.param_groups holds or amp.master_params "
                 "yields, which are FP32 masters: no backward reaches them. Register it on the model's "
                 "parameter"
+            )
+
+    def hidden_gradients(self, pairs: Pairs) -> None:
+        """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
+        for pair, own in zip(pairs.pairs, grads_of(pairs.masters), strict=True):
+            if own is not None and own is not pair.grad:
+                raise AmpRuntimeError(
+                    f"the FP32 master of a parameter of shape {tuple(pair.master.shape)} was given a "
+                    "gradient in an amp.scale_loss block, which unscales those of the model's "
+                    "parameters. Compute the loss from model.parameters(), not from what "
+                    "optimizer.param_groups holds or amp.master_params(optimizer) yields"
+                )
+
+    def forward_has_missed_masters(self) -> None:
+        """Warn, once, that masters have changed since the forward whose loss is about to be scaled."""
+        if not self._has_warned_of_forward:
+            self._has_warned_of_forward = True
+            warn(
+                "master weights were changed outside of optimizer.step, and the last forward did not "
+                "see it, as in compiled code: it ran on the old weights. Change the model's parameters "
+                "instead, under torch.no_grad(): masters follow them in the next step"
             )
 
     def add_hint(self, error: RuntimeError, models: Iterable[Tensor]) -> None:

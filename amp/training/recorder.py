@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import first_few, warn
-from amp.training.bad_gradients import BadGradientLog
+from amp.training.bad_gradients import BadGradientLog, Names
 from amp.training.host_copies import HostCopies
 
 SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
@@ -60,6 +60,7 @@ class FlightRecorder:
         streaks: the steps at which streaks were reached, each streak once.
         scale: the scale after the newest row.
         overflows: how many there were.
+        states: the states after updates that are on their way to the host.
     """
 
     def __init__(self, loss_id: int, patience: int, scale: float) -> None:
@@ -76,7 +77,7 @@ class FlightRecorder:
         self._overflowed: set[int] = set()
         self._steps: deque[frozenset[int]] = deque()
         """The updates of each step that `_skipped` does not count yet."""
-        self._states, self._flags = HostCopies(), HostCopies()
+        self.states, self._flags = HostCopies(), HostCopies()
         self._names_of: dict[int, Sequence[str]] = {}
         self._log = BadGradientLog()
         self._bad_steps: dict[str, int] = {}
@@ -92,11 +93,11 @@ class FlightRecorder:
             state: float32 `[STATE_SIZE]`.
             norm: the norm of the unscaled gradients, float32 of one element, if it is known.
         """
-        self._states.send(state if norm is None else torch.cat([state, norm.reshape(1)]), step)
+        self.states.send(state if norm is None else torch.cat([state, norm.reshape(1)]), step)
 
-    def log_entries(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> Tensor:
+    def log_entries(self, parameters: Sequence[Tensor], names: Names) -> Tensor:
         """Return where kernels log which gradients are bad; see `BadGradientLog.entries_of`."""
-        return self._log.entries_of(parameters, name)
+        return self._log.entries_of(parameters, names)
 
     def note_bad(self, step: int, names: Sequence[str], flags: Tensor) -> None:
         """Note which gradients were bad at a step, by a flag for each name. No host sync."""
@@ -121,16 +122,18 @@ class FlightRecorder:
             wait: wait for updates that are still under way. Otherwise there is no host sync.
             until: wait for updates up to this one.
         """
-        for step, flags in self._flags.arrived(wait, until):
-            names = compress(self._names_of.pop(step, ()), flags)
-            self._bad_steps |= dict.fromkeys(names, step)
+        if self._flags.underway:
+            for step, flags in self._flags.arrived(wait, until):
+                names = compress(self._names_of.pop(step, ()), flags)
+                self._bad_steps |= dict.fromkeys(names, step)
         rows = [
             self.record(step, state[SCALE], state[OVERFLOWS], *state[STATE_SIZE:])
-            for step, state in self._states.arrived(wait, until)
+            for step, state in self.states.arrived(wait, until)
         ]
-        if any(row.overflow for row in rows):
+        if any([row.overflow for row in rows]):  # noqa: C419 (is faster)
             self._log.fetch()
-        self._bad_steps |= self._log.arrived(wait)
+        if self._log.underway:
+            self._bad_steps |= self._log.arrived(wait)
         return rows
 
     def record(
@@ -156,7 +159,7 @@ class FlightRecorder:
 
     def warn_if_endless(self, is_watched: bool = False) -> None:
         """Warn once, after a streak of overflows; `is_watched` says that a diagnosis follows."""
-        if self.streak is not None and not self._has_warned and not self._log.is_underway:
+        if self.streak is not None and not self._has_warned and not self._log.underway:
             self._has_warned = True
             warn(describe_streak(self.streak, self.rows, self._bad_steps, is_watched))
 

@@ -25,20 +25,23 @@ class RunningStatistics:
     one bad batch makes the model evaluate to NaN although its step is skipped. Costs a copy of all of
     them, and four small operations for each device and dtype after each backward. The host
     does not wait for the device.
+
+    Attributes:
+        modules: the layers, weakly.
     """
 
     def __init__(self) -> None:
-        self._modules: list[weakref.ref[nn.Module]] = []
+        self.modules: list[weakref.ref[nn.Module]] = []
         self._finite: dict[Any, Tensor] = {}
 
     def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
         """Keep the statistics that models have now, and those that are loaded, until `undo`."""
         for module in chain.from_iterable(model.modules() for model in models):
             if not isinstance(module, torch.jit.ScriptModule) and _buffers_of(module):
-                self._modules.append(weakref.ref(module))
+                self.modules.append(weakref.ref(module))
                 register: Any = module.register_load_state_dict_post_hook
                 undo.callback(register(_Snapshot(self)).remove)
-        undo.callback(self._modules.clear)
+        undo.callback(self.modules.clear)
         self.snapshot()
 
     @without_grad
@@ -68,7 +71,7 @@ class RunningStatistics:
     def _groups(self) -> dict[Any, list[Tensor]]:
         """Return the buffers by device and dtype."""
         groups = defaultdict(list)
-        for module in filter(None, [reference() for reference in self._modules]):
+        for module in filter(None, [reference() for reference in self.modules]):
             for buffer in _buffers_of(module):
                 if buffer.is_floating_point() and are_plain([buffer]) and not is_lazy(buffer):
                     groups[buffer.device, buffer.dtype].append(buffer)

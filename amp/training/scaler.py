@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks
+from amp.training.bad_gradients import Names
 from amp.training.host_copies import is_on_host
 from amp.training.recorder import (
     FOUND_INF,
@@ -34,6 +34,7 @@ from amp.training.recorder import (
     UPDATES,
     FlightRecorder,
 )
+from amp.training.verdicts import Verdict
 
 if TYPE_CHECKING:
     from amp.kernels.tables import BadSteps
@@ -56,37 +57,9 @@ class ScaleSnapshot(NamedTuple):
 
     def is_current(self, scaler: LossScaler) -> bool:
         """Whether a loss scaled by `scaler` now would have this same scale. No host sync."""
-        if self.scaler.is_identity and scaler.is_identity:
+        if self.scaler.config.is_identity and scaler.config.is_identity:
             return True
         return self.scaler is scaler and self.version == scaler.version
-
-
-class Verdict:
-    """The result of the check of one loss's gradients: `found_inf`, float32 `[1]`, 1 on overflow."""
-
-    def __init__(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        self.scaler = scaler
-        self.found_inf = found_inf
-        self.step = scaler.updates
-
-    @property
-    def is_known_overflow(self) -> bool:
-        """Whether the host knows that it was an overflow. No host sync."""
-        is_known = is_on_host(self.found_inf) or "overflowed" in vars(self)
-        return is_known and self.overflowed
-
-    @cached_property
-    def overflowed(self) -> bool:
-        """Whether it was an overflow. The host waits for the device, once, for 4 bytes."""
-        return self.found_inf.item() > 0
-
-
-def joined(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Return one verdict for each scaler: an overflow if any of its verdicts is one. No host sync."""
-    found: dict[LossScaler, list[Tensor]] = {}
-    for verdict in verdicts:
-        found.setdefault(verdict.scaler, []).append(verdict.found_inf)
-    return [Verdict(scaler, torch.stack(each).amax(dim=0)) for scaler, each in found.items()]
 
 
 class ScalerState(NamedTuple):
@@ -164,32 +137,25 @@ class LossScaler:
             self._known_groups = groups, without_contained(groups)
         return self._known_groups[1]
 
-    @property
-    def is_identity(self) -> bool:
-        """Whether scaling by it changes nothing."""
-        return not self.config.dynamic and self.config.init == 1.0
-
     def scale(self, loss: Tensor) -> Tensor:
         """Return `loss * scale`, float32 for a 16-bit loss. The host does not wait for the device."""
+        self.check_loss(loss)
         return self.scale_and_remember(loss)[0]
 
     def scale_and_remember(self, loss: Tensor) -> tuple[Tensor, ScaleSnapshot]:
         """Return `loss * scale`, float32 for a 16-bit loss, and that scale. No host sync."""
-        self.check_loss(loss)
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
-        if self._is_used and self._state.device != loss.device:
+        is_used = self.config.check or not self.config.is_identity
+        if is_used and self.device != loss.device:
             self._keep_on(loss.device)
         used = self.scale_now()
         # A graph made inside the block may be used after the scale has moved: it gets the copy.
-        return (wide if self.is_identity else wide * used.scale), used
-
-    @property
-    def _is_used(self) -> bool:
-        return bool(self.config.check) or not self.is_identity
+        return (wide if self.config.is_identity else wide * used.scale), used
 
     def check_loss(self, loss: Tensor) -> None:
         """Raise AmpTypeError for a meta or quantized loss, which cannot be scaled."""
-        if self._is_used and (loss.device.type == "meta" or loss.is_quantized):
+        is_used = self.config.check or not self.config.is_identity
+        if is_used and (loss.device.type == "meta" or loss.is_quantized):
             where = (
                 "is quantized" if loss.is_quantized else "is on the device meta, which has no values"
             )
@@ -295,7 +261,7 @@ class LossScaler:
 
     def _advance(self) -> None:
         config = self.config
-        self.version += 1
+        self.version += config.dynamic  # a static scale stays the same
         kernels.update_scale.update_scale(
             self._state,
             growth_factor=config.growth_factor if config.dynamic else 1.0,
@@ -307,14 +273,14 @@ class LossScaler:
             ceiling=max(config.max, config.start),
         )
 
-    def bad_steps_of(self, parameters: Sequence[Tensor], name: Callable[[Tensor], str]) -> BadSteps:
+    def bad_steps_of(self, parameters: Sequence[Tensor], names: Names) -> BadSteps:
         """Return where a kernel logs which gradients are bad; the host reads it later.
 
         Args:
             parameters: of the model, the same list each time.
-            name: returns the name of a parameter.
+            names: returns the names of parameters.
         """
-        entries = self.recorder.log_entries(parameters, name)
+        entries = self.recorder.log_entries(parameters, names)
         bad_steps: BadSteps = kernels.tables.BadSteps(entries, self._updates_on_device)
         return bad_steps
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from amp.kernels.changes import Changes
 from amp.kernels.tensor_lists import TensorList
 from amp.lazy import kernels
-from amp.masters.whole import MasterWeights
-from amp.training.deferred import Deferred
-from amp.training.parameter_lists import ParameterLists
+from amp.masters.agreement import Pairs
+from amp.training.deferral import Deferred
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
@@ -36,12 +35,11 @@ class StepInputs:
         changes: the plan of the step, for an optimizer that plans it first: an interrupt then leaves
             all changes made, or none. The planned changes raise the version of each of `models` by one.
         own_inv_scale: float32 `[1]`, what to multiply the gradients in `.grad` by; None is 1.
-        merges: whether the step first merges each of `params` with what other code has written to the
-            one of `models`; see `amp.kernels.merge`.
     """
 
     own_inv_scale: Tensor | None = None
     merges = False
+    """Whether masters are first to take what other code has written to `models`."""
 
     def __init__(
         self,
@@ -100,7 +98,7 @@ class StepInputs:
         return self.deferred.norms
 
 
-_NOTHING = Deferred(ParameterLists((), MasterWeights()), TensorList([]))
+_NOTHING = Deferred(Pairs(()), TensorList([]))
 
 
 def inputs_outside_of_a_session(optimizer: Any) -> StepInputs:

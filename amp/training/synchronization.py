@@ -34,6 +34,9 @@ class Synchronization:
     Args:
         properties: what the session's profile resolved to.
         named_parameters: returns the parameters that the session's models have now, with their names.
+
+    Attributes:
+        wrappers: how many wrappers are watched.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Synchronization:
         self._fsdp1: list[weakref.ref[Any]] = []
         self._ddps: list[weakref.ref[Any]] = []
         self._undo: weakref.ref[Undo] | None = None
+        self.wrappers = 0
 
     def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
         """Watch the wrappers inside of models, and every DDP around them, until `undo`."""
@@ -55,6 +59,7 @@ class Synchronization:
         for model in models:
             self._units += map(weakref.ref, sharded.units_of(model))
             self._fsdp1 += map(weakref.ref, sharded.fsdp1_modules(model))
+        self.wrappers = len(self._units) + len(self._fsdp1) + len(self._ddps)
 
     def introduce(self, ddp: Any) -> None:
         """Note a DDP that has been made, if it wraps these models or parts of them.
@@ -77,6 +82,7 @@ class Synchronization:
             ddp._pre_forward = types.MethodType(_pre_forward, ddp)
             ddp._post_forward = types.MethodType(_post_forward, ddp)
         self._ddps.append(weakref.ref(ddp))
+        self.wrappers += 1
 
     def are_reduced(self, parameters: Sequence[Tensor]) -> bool:
         """Whether none of a model's parameters has a gradient that is still to be reduced."""

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from amp.dtypes import LOW_PRECISION
 from amp.errors import warn
-from amp.training.optimizer_wrappers import innermost
+from amp.training.wrapped_optimizers import innermost
 
 
 class Unattached:

@@ -23,7 +23,6 @@ from amp.diagnosis.shadow import Shadow
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.profiles.fp8_recipe import FP4
 from amp.profiles.properties import Properties
-from amp.training.attachment import AttachedOptimizer
 
 HEADROOM = 4
 """A number is near the limit of its format if it is above the limit divided by this."""
@@ -38,22 +37,6 @@ def before_initialize(models: Iterable[nn.Module]) -> Iterator[Finding]:
         what = f"'{name}' is {dtype_name(tensor.dtype)} before amp.initialize: the digits that masters "
         todo = "Leave out .half() and .bfloat16(): amp.initialize casts the model itself."
         yield Finding("cast before initialize", f"{what}would keep are rounded away", todo)
-
-
-def of_unseen_writes(attached: AttachedOptimizer) -> Iterator[Finding]:
-    """Yield a finding if weights were written since the last step, and torch has not counted it."""
-    lists, masters = attached.gradients.lists, attached.masters
-    for master, model in zip(lists.masters, lists.models, strict=True):
-        if masters.was_written_unseen(master):
-            name = attached.gradients.check.called(model)
-            what = (
-                f"{name} was written since the last step in a way that torch does not count, such as "
-            )
-            todo = (
-                "Write under torch.no_grad() without .data, or write to amp.master_params(optimizer)."
-            )
-            yield Finding("unseen write", f"{what}.data.copy_(...), and the step undoes it", todo)
-            return
 
 
 def of_properties(properties: Properties, model: nn.Module, is_checked: bool) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.observers import watching
 from amp.session import Session
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
 
 AS_IS = "as is"

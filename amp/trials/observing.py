@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from amp.casting.cast_hooks import cast_inputs_to
 from amp.observers import Observer, observing
 from amp.session import Session
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.gradients import State
 from amp.training.unscaling import unscaled
@@ -252,9 +252,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
     def _look_before(self, log: _Log) -> None:
         """Note the gradients of this step, after unscaling and clipping, and the weights."""
         attached = log.attached
-        attached.gradients.look_at_groups()
         attached.gradients.finish_delayed()
-        attached.gradients.take_changes()
+        attached.gradients.look()
         trained = list(_trained(attached))
         if log.steps == 0:
             self._add_memory("gradients", size_of(grad for _, grad in trained))
@@ -276,7 +275,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             elif log.attached.gradients.state is not State.OPEN:
                 with self._clock.stopped():
                     log.attached.gradients.finish_delayed()
-                    log.attached.gradients.take_changes()
+                    log.attached.gradients.look()
                     self._note_gradients(log)
             evaluated = True
             return result
@@ -288,10 +287,10 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
         if log.steps not in kept:
             return
-        deferred = log.attached.gradients.of_masters.for_step()
+        deferred = log.attached.gradients.for_step()
         values = unscaled(deferred.grads.now(), deferred.inv_scale) if deferred.grads else ()
         grads = {id(model): grad for model, grad in zip(deferred.of.models, values, strict=True)}
-        grads |= {id(p): p.grad for p in log.attached.gradients.lists.unmastered if p.grad is not None}
+        grads |= {id(p): p.grad for p in log.attached.gradients.groups.unmastered if p.grad is not None}
         for parameter, name in self._names(log.attached.owner):
             if id(parameter) in grads:
                 kept[log.steps].setdefault(name, []).append(_on_host(grads[id(parameter)]))
@@ -328,7 +327,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 
     def _note_weights(self, log: _Log) -> None:
         """Note the bytes of weights, masters and optimizer state."""
-        attached, masters = log.attached, log.attached.gradients.lists.masters
+        attached, masters = log.attached, log.attached.gradients.groups.masters
         if self._is_first(log):
             models = attached.owner.live_models()
             held = (x for model in models for x in (*model.parameters(), *model.buffers()))
@@ -396,17 +395,17 @@ def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
     Gradients of masters may be scaled still.
     """
-    deferred = attached.gradients.of_masters.for_step()
+    deferred = attached.gradients.for_step()
     yield from zip(deferred.of.masters, deferred.grads, strict=True)
-    for parameter in attached.gradients.lists.unmastered:
+    for parameter in attached.gradients.groups.unmastered:
         if parameter.grad is not None:
             yield parameter, _dense(parameter.grad)
 
 
 def _value(attached: AttachedOptimizer, stepped: Tensor) -> Tensor:
     """Return the FP32 values of a master, or the values of a parameter without a master."""
-    has_model = attached.masters.model(stepped) is not None
-    return attached.masters.values(stepped) if has_model else stepped.detach()
+    pair = attached.masters.pair(stepped)
+    return stepped.detach() if pair is None else attached.masters.values(pair)
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.masters.grads import grads_of, store_grads
 from amp.profiles.rules import Rule
 from amp.session import Session
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.trials.random_numbers import keep_random_numbers
 
 
@@ -158,8 +158,8 @@ class Replay:
         wide: dict[int, Tensor] = {}
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in LOW_PRECISION:
-                master = masters.master(tensor)
-                values = tensor if master is None else masters.values(master)
+                pair = masters.pair(tensor)
+                values = tensor if pair is None else masters.merged(pair)
                 wide[id(tensor)] = values = values.detach().to(torch.float32, copy=True)
                 if isinstance(tensor, nn.Parameter):
                     wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
@@ -198,8 +198,10 @@ def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
     """Return a function that restores gradients of masters, deferred ones too, and group options."""
     optimizer: Optimizer = attached.optimizer
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    masters, grads = attached.gradients.lists.masters, grads_of(attached.gradients.lists.masters)
-    holders = [(each, dict(vars(each))) for each in (attached.gradients, attached.gradients.of_masters)]
+    gradients = attached.gradients
+    masters, grads = gradients.groups.masters, grads_of(gradients.groups.masters)
+    common = [(pair, pair.grad) for pair in gradients.groups.pairs.pairs]
+    holders = [(each, dict(vars(each))) for each in (gradients, gradients.deferral)]
 
     def restore() -> None:
         for group, numbers in zip(optimizer.param_groups, groups, strict=True):
@@ -207,5 +209,7 @@ def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
         for holder, attributes in holders:
             vars(holder).update(attributes)
         store_grads(masters, grads)
+        for pair, grad in common:
+            pair.grad = grad
 
     return restore

@@ -13,7 +13,7 @@ from amp.diagnosis.findings import Finding
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.watching import AT, TrainingWatch
 from amp.session import Session
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.trials import hazards
 from amp.trials.checking import checkup_of
 from amp.trials.explaining import explained
@@ -82,10 +82,9 @@ class ScriptWatch(TrainingWatch):
             self._complete()
 
     def step_begins(self, attached: AttachedOptimizer, closure: Any) -> Any:
-        """Look at the weights; end the script before the first step beyond the limit."""
+        """End the script before the first step beyond the limit."""
         if self.steps >= self._limit:
             self._complete()
-        self._found += hazards.of_unseen_writes(attached)
         return super().step_begins(attached, closure)
 
     def window_ends(self, shadow: Shadow) -> None:

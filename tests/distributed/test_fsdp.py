@@ -15,7 +15,7 @@ from torch.distributed.fsdp import (
 
 import amp
 from amp.optimizers import FusedAdam, FusedLAMB
-from amp.training.attachment import AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from tests.distributed.models import (
     assert_equal_on_ranks,
     batches,

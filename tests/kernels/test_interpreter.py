@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 FILES = {
     "operations": {
         "kernels/test_fp4_tiles.py": 25,
-        "kernels/test_merge.py": 30,
+        "kernels/test_merge.py": 25,
         "kernels/test_operations.py": 100,
         "kernels/test_quantize.py": 70,
         "kernels/test_split.py": 5,

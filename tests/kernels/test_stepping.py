@@ -525,7 +525,7 @@ WRITTEN = (2.5, -0.0, torch.nan, torch.inf, 2.0**-24, -1.0)
 class Session:
     """Masters and the weights that they were written to, which other code then writes to."""
 
-    def __init__(self, device: torch.device, rule: Rule, dtype: torch.dtype) -> None:
+    def __init__(self, device: torch.device, rule: UpdateRule, dtype: torch.dtype) -> None:
         self.tensors, self.dtype = Tensors(device, rule), dtype
         self.models = [p.to(dtype) for p in self.tensors.params]
         self.numbers = numbers_of(rule, betas=(0.9, 0.99))

@@ -2,7 +2,7 @@
 
 The optimizer stays the same object; `step`, `zero_grad`, `add_param_group` and `load_state_dict` are
 replaced on the instance, and `detach` restores them. `amp.training.gradients` keeps its gradients, and
-`amp.training.steps` has the ways in which it steps.
+`amp.training.step` has the ways in which it steps.
 """
 
 from __future__ import annotations
@@ -10,28 +10,32 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError
-from amp.masters.grads import grads_of, store_grads
+from amp.masters.grads import store_grads
+from amp.masters.master_weights import MasterWeights
 from amp.masters.shared_state import SharedState
-from amp.masters.whole import MasterWeights
+from amp.observers import everywhere
 from amp.patching import Patches
 from amp.profiles.properties import StateDtype
 from amp.training import optimizer_states
-from amp.training.gradients import Gradients, State
-from amp.training.optimizer_step import Capabilities, OptimizerStep
-from amp.training.optimizer_wrappers import chain_of, inherits, innermost, own_methods
+from amp.training.gradients import Gradients
+from amp.training.group_contents import Groups
+from amp.training.misuse import Misuse
 from amp.training.parameter_check import ParameterCheck
-from amp.training.steps import forget_inputs
-from amp.training.write_back import WriteBack
+from amp.training.step import OptimizerStep, forget_inputs
+from amp.training.verdicts import Capabilities
+from amp.training.wrapped_optimizers import chain_of, inherits, innermost, own_methods
 from amp.undo import Contents
 
-_ATTRIBUTE = "_amp_attached"
+ATTACHED = "_amp_attached"
+"""The attribute of an optimizer in a session that has its `AttachedOptimizer`."""
 
 
 class AttachedOptimizer:
@@ -43,9 +47,15 @@ class AttachedOptimizer:
 
     Attributes:
         optimizer: the one that steps, inside all wrappers.
-        gradients: its gradients.
+        owner: the session.
+        masters: those of the session.
+        check: knows the model's parameters by name.
+        capabilities: what the optimizer declares.
+        gradients: its gradients, and the pairs of its parameters and masters.
         step: replaces the optimizer's own `step`.
-        write_back: writes its masters to the model.
+        misuse: looks at its first iterations; None once it has stepped well.
+        has_half: whether the session has weights in 16 bits.
+        may_be_plain: whether blocks and steps change nothing, unless somebody watches.
     """
 
     def __init__(self, optimizer: Any, owner: Any) -> None:
@@ -54,23 +64,26 @@ class AttachedOptimizer:
         self.owner = owner
         self.masters: MasterWeights = owner.masters
         self._use_masters = bool(owner.properties.master_weights)
-        self._has_half = owner.properties.has_half
+        self.has_half = owner.properties.has_half
         self._patches = Patches()
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
-        self._check = ParameterCheck(optimizer, owner.named_parameters)
-        self._capabilities = Capabilities(optimizer)
+        self.check = ParameterCheck(optimizer, owner.named_parameters)
+        self.capabilities = Capabilities(optimizer)
         self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
         self.gradients = Gradients(
-            optimizer,
-            self.masters,
-            self._check,
-            self._capabilities.takes_scaled,
-            synchronization=owner.synchronization,
-            skips_on_device=self._capabilities.skips_on_its_own,
+            optimizer, self.masters, self.check, self.capabilities, owner.synchronization
         )
-        self.write_back = WriteBack(self.gradients, self.masters)
-        self.step = OptimizerStep(self, self.gradients, self.write_back, self._capabilities)
+        self.may_be_plain = owner.is_plain and not self.capabilities.takes_scaled
+        self.step = OptimizerStep(self)
+        self.misuse: Misuse | None = Misuse(self)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether blocks and steps change nothing for this optimizer now, and nobody watches."""
+        owner = self.owner
+        is_watched = owner.observers or everywhere or owner.synchronization.wrappers
+        return self.may_be_plain and not (is_watched or owner.is_rehearsal)
 
     @property
     def is_wrapped(self) -> bool:
@@ -80,7 +93,8 @@ class AttachedOptimizer:
     @staticmethod
     def of(optimizer: Any) -> AttachedOptimizer | None:
         """Return the `AttachedOptimizer` of an optimizer, or of the one inside a wrapper, or None."""
-        return getattr(innermost(optimizer), _ATTRIBUTE, None)
+        own: AttachedOptimizer | None = getattr(optimizer, ATTACHED, None)
+        return getattr(innermost(optimizer), ATTACHED, None) if own is None else own
 
     # Attaching and detaching.
 
@@ -94,12 +108,11 @@ class AttachedOptimizer:
             before: what parameters held before they were cast.
         """
         self._is_attached = True
-        setattr(self.optimizer, _ATTRIBUTE, self)
+        setattr(self.optimizer, ATTACHED, self)
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
         self.share_state()
-        self.gradients.look_at_groups()
-        self.write_back.note()
+        self.gradients.look()
         for name, method in (
             ("step", self.step),
             ("zero_grad", self._zero_grad),
@@ -128,8 +141,51 @@ class AttachedOptimizer:
                 self._wrap(holder, name, self._run_own_method)
 
     def _run_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self.write_back.around_method():
+        """Run a method that may change masters, which finds them up to date; write them afterwards."""
+        masters = self.masters
+        if self.step.is_running or not self.gradients.groups.masters:
             return method(*args, **kwargs)
+        with masters.lock:
+            pairs = self.look_at_masters().pairs
+            before = masters.are_ahead
+            try:
+                masters.are_ahead = True
+                with masters.as_float32(pairs.masters, in_method=True):
+                    return method(*args, **kwargs)
+            finally:
+                masters.are_ahead = before
+                self.gradients.look()
+
+    def look_at_masters(self) -> Groups:
+        """Let masters and model agree, in values too, before masters are read. No host sync."""
+        with self.masters.lock:
+            groups = self.gradients.look()
+            groups.pairs.merge()
+        return groups
+
+    @contextmanager
+    def not_in_training(self) -> Iterator[None]:
+        """Do not look for mistakes in a step that only makes the optimizer's state."""
+        misuse, self.misuse = self.misuse, None
+        try:
+            yield
+        finally:
+            self.misuse = misuse
+
+    @property
+    def parameters(self) -> tuple[Tensor, ...]:
+        """The parameters of the model that the optimizer trains."""
+        return (*self.gradients.groups.models, *self.gradients.groups.unmastered)
+
+    def names_to_record(self, parameters: Sequence[Tensor]) -> list[str]:
+        """Return the names of parameters in their models, for a record of bad gradients."""
+        names = {id(parameter): name for (_, name), parameter in self.owner.named_parameters().items()}
+        return [names.get(id(parameter), "a parameter of no model") for parameter in parameters]
+
+    def names_of(self, stepped: Sequence[Tensor]) -> list[str | None]:
+        """Return the names of parameters or masters in their models, None for unknown ones."""
+        models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
+        return self.check.names_of(models)
 
     def detach(self) -> None:
         """Give the optimizer its methods and the model's parameters back.
@@ -138,12 +194,9 @@ class AttachedOptimizer:
         """
         if not self._is_attached:
             return
-        self.gradients.of_masters.look_after_step()
         try:
-            self.gradients.finish_delayed()
-            self.gradients.take_changes()
-            self.gradients.of_masters.unscale()
-        except AmpError:  # the user has seen it before; it must not keep the session open
+            self.gradients.finish()
+        except (AmpError, RuntimeError):  # the user has seen it before; the session must close
             self.gradients.clear()
         self._patches.undo()
         forget_inputs(self.optimizer)
@@ -160,24 +213,17 @@ class AttachedOptimizer:
             self.masters.release(master, self)
             parameter.grad = None if master.grad is None else master.grad.to(parameter.dtype)
         self.gradients.let_go()
-        self.write_back.note()
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = self._own_state_dtype
         if AttachedOptimizer.of(self.optimizer) is self:
-            delattr(self.optimizer, _ATTRIBUTE)
+            delattr(self.optimizer, ATTACHED)
         self._released = {}
         self._is_attached = False
 
-    def agree(self) -> None:
-        """Let masters and model agree, before other code looks at the masters. No host sync."""
-        self.write_back.before_a_look()
-        if self.gradients.state in (State.SETTLED, State.DEFERRED):
-            self.gradients.take_changes()
-
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
-        lists = self.gradients.look_at_groups()
-        self._check.note_names((*lists.unmastered, *lists.models))
+        self.gradients.look()
+        self.check.note_names(self.parameters)
 
     def remember_state(self) -> Callable[[], None]:
         """Return a function that restores the tensors that each parameter's state has now."""
@@ -213,11 +259,9 @@ class AttachedOptimizer:
         """Replace a group's 16-bit parameters by masters, in the same list, which LBFGS keeps."""
         params = group["params"]
         master_of: dict[Tensor, Tensor] = {}
-        self._check.note_dtypes(params)
         for i, parameter in enumerate(params):
             if self._use_masters and parameter.dtype in LOW_PRECISION:
-                master = self.masters.acquire(parameter, before, self)
-                params[i] = master_of[parameter] = master
+                params[i] = master_of[parameter] = self.masters.acquire(parameter, before, self).master
         self._rekey_state(master_of)
 
     def _rekey_state(self, new_of: Mapping[Tensor, Tensor]) -> None:
@@ -233,7 +277,7 @@ class AttachedOptimizer:
         holders = [each for each in (self.optimizer, *self._wrappers) if "state" in vars(each)]
         known = [each.state for each in holders if isinstance(each.state, SharedState)]
         shared = {id(state.replaced): state for state in known}
-        for holder in holders if self._has_half else ():
+        for holder in holders if self.has_half else ():
             if type(state := holder.state) in (dict, defaultdict):
                 if id(state) not in shared:
                     shared[id(state)] = SharedState(state, self.masters)
@@ -252,7 +296,7 @@ class AttachedOptimizer:
             params = group["params"]
             if not isinstance(params, (Tensor, set)):
                 params = group["params"] = list(params)
-            stepped = set(map(id, self.gradients.look_at_groups().stepped))
+            stepped = set(map(id, self.gradients.look().stepped))
             for entry in [params] if isinstance(params, Tensor) else params:
                 parameter = entry[1] if isinstance(entry, tuple) else entry
                 if id(self.masters.master(parameter)) in stepped:
@@ -265,7 +309,6 @@ class AttachedOptimizer:
         for new_group in self.optimizer.param_groups[known:]:
             self._adopt(new_group, {})
         self.note_parameters()
-        self.write_back.note()
         return result
 
     # The wrapped methods.
@@ -273,26 +316,23 @@ class AttachedOptimizer:
     def _load_state_dict(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = optimizer_states.load(self.optimizer, load, *args, **kwargs)
         self.share_state()
-        self.masters.traces.suspect(self.gradients.look_at_groups().masters)
         return result
 
     def _zero_grad(self, zero_grad: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self.may_be_plain and self.misuse is None and self.is_plain:
+            return zero_grad(*args, **kwargs)
         if given := [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]:
             found = [self.masters.master(parameter) for parameter in given]  # in the backward
             store_grads([*given, *(master for master in found if master is not None)])
             return zero_grad(*args, **kwargs)
         set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        lists = self.gradients.look_at_groups()
-        if set_to_none:
-            store_grads(lists.masters)
-            store_grads(lists.models)
-        else:
+        if not self.gradients.groups.are_current(self.optimizer):
+            self.gradients.regroup()
+        if not set_to_none:
             self.gradients.prepare_to_write_zeros()
-            for grad in grads_of(lists.models):
-                if grad is not None:
-                    grad.zero_()
-        self.gradients.forget()
-        self.gradients.drop_unreduced()
+        if self.misuse is not None:
+            self.misuse.of_others = []
+        self.gradients.drop(is_to_none=bool(set_to_none))
         result = zero_grad(*args, **kwargs)
         if not set_to_none:
             self.gradients.note_zeros()

@@ -19,12 +19,15 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from amp.casting.regions import ThreadState
-from amp.distributed import is_sharded
+from amp.distributed import is_sharded, shard_like
+from amp.errors import AmpTypeError
 from amp.kernels.grad_mode import outside_inference_mode, without_grad
-from amp.kernels.tensor_lists import TensorList, local
-from amp.lazy import kernels
-from amp.training.parameter_lists import ParameterLists
-from amp.training.unscaling import unscaled
+from amp.kernels.tensor_lists import TensorList, are_same, local
+from amp.masters.agreement import Pairs
+from amp.masters.grads import grads_of, store_grads
+from amp.torch_versions import HAS_GRAD_DTYPE
+from amp.training import unscaling
+from amp.training.new_gradients import NewGradients
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
@@ -55,7 +58,7 @@ class Unscaling:
     @without_grad
     def _unscaled(self) -> Sequence[Tensor]:
         with outside_inference_mode():
-            return unscaled(self._grads.now(), self._inv_scale)
+            return unscaling.unscaled(self._grads.now(), self._inv_scale)
 
     @property
     def is_done(self) -> bool:
@@ -68,13 +71,13 @@ class Deferred:
     """The gradients of masters, kept for the step.
 
     Attributes:
-        of: the masters that have a gradient, and the model's parameters.
+        of: the pairs that have a gradient.
         grads: the gradients, dense: as backward left them, or float32 sums.
         inv_scale: float32 `[1]`, what to multiply them by; None is 1.
         norms: the norms of the unscaled gradients, if the check has computed them.
     """
 
-    of: ParameterLists
+    of: Pairs
     grads: TensorList
     inv_scale: Tensor | None = None
     norms: Norms | None = None
@@ -91,20 +94,22 @@ class Deferred:
             return self
         inv_scale = torch.ones_like(found_inf) if self.inv_scale is None else self.inv_scale
         if max_norm is None:
-            kernels.unscale.check(self.grads, inv_scale, found_inf, bad_steps=bad_steps)
+            unscaling.check(self.grads, inv_scale, found_inf, bad_steps)
             return self
-        norms = kernels.l2norm.l2norm(
-            self.grads, inv_scale, found_inf=found_inf, max_norm=max_norm, bad_steps=bad_steps
+        return replace(
+            self, norms=unscaling.norms(self.grads, inv_scale, found_inf, max_norm, bad_steps)
         )
-        return replace(self, norms=norms)
 
     def plus(self, later: Deferred, found_inf: Tensor | None, bad_steps: BadSteps | None) -> Deferred:
         """Check the gradients of a later block, and return the sums with them. No host sync."""
-        a, b = [1.0 if one.inv_scale is None else one.inv_scale for one in (later, self)]
-        sums = [torch.empty_like(grad, dtype=torch.float32) for grad in later.grads]
-        grads = TensorList(sums, like=later.grads, dtype=torch.float32)
-        kernels.axpby.axpby(a, later.grads, b, self.grads.now(), grads, found_inf, bad_steps=bad_steps)
+        earlier = self.grads.now(), self.inv_scale
+        grads = unscaling.sums(later.grads, later.inv_scale, *earlier, found_inf, bad_steps)
         return Deferred(later.of, grads)
+
+    @property
+    def newest(self) -> Sequence[Tensor]:
+        """The unscaled gradients, if other code has used and maybe changed them; else `grads`."""
+        return self.unscaling.values if self.unscaling.is_done else self.grads
 
     def in_own_memory(self) -> Deferred:
         """Return the same gradients in memory of their own. No host sync."""
@@ -249,3 +254,118 @@ def _sharded(grad: DeferredGradient, master: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor(grad, master._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
+
+
+class Deferral:
+    """The deferred gradients of one optimizer.
+
+    Args:
+        optimizer: which steps from them.
+        is_possible: whether it takes scaled gradients.
+
+    Attributes:
+        is_possible: as it was passed.
+        deferred: the gradients that are kept for the step, or None.
+    """
+
+    def __init__(self, optimizer: Any, is_possible: bool) -> None:
+        self._optimizer, self.is_possible = optimizer, is_possible
+        self._shown: ShownGradients | None = None
+        self.deferred: Deferred | None = None
+
+    def takes(self, new: NewGradients, pairs: Pairs) -> bool:
+        """Whether the gradients of a block may stay as they are until the step, if that is possible."""
+        if not new.are_dense or new.have_graphs:
+            return False
+        if any([pair.is_shared for pair in pairs.pairs]):  # noqa: C419 (is faster)
+            return False
+        if self.deferred is None:
+            return not pairs.have_grads()
+        is_sum = not new.grads or self.deferred.of is new.of_masters
+        return is_sum and not self.deferred.unscaling.is_done
+
+    def defer(
+        self,
+        new: NewGradients,
+        inv_scale: Tensor | None,
+        found_inf: Tensor | None,
+        bad_steps: BadSteps | None,
+    ) -> None:
+        """Check the gradients of a block, add those of earlier ones, and keep all for the step."""
+        if not new.grads:
+            return
+        deferred = Deferred(new.of_masters, new.grads, inv_scale)
+        if self.deferred is not None:
+            deferred = self.deferred.plus(deferred, found_inf, bad_steps)
+            store_grads(deferred.of.masters)  # what is shown may be used again if nothing refers to it
+            for pair in deferred.of.pairs:
+                pair.grad = None
+        else:
+            # Norms of shards are those of one rank; the step combines all ranks.
+            is_whole = deferred.of.are_plain
+            max_norm = getattr(self._optimizer, "max_grad_norm", None) if is_whole else None
+            deferred = deferred.checked(found_inf, max_norm, bad_steps)
+            # DDP's gradients are views of a buffer, which any backward through it overwrites.
+            if any(map(Tensor._is_view, deferred.grads)):
+                deferred = deferred.in_own_memory()
+        if not HAS_GRAD_DTYPE:
+            store_grads(deferred.of.models)
+        self._shown = ShownGradients(deferred) if self._shown is None else self._shown.of(deferred)
+        store_grads(deferred.of.masters, self._shown.grads)
+        self.deferred = deferred
+
+    def is_complete(self, pairs: Pairs) -> bool:
+        """Whether no other code has given any of these pairs another gradient, or none."""
+        if self.deferred is None or self._shown is None:
+            return False
+        known = [pair.grad for pair in self.deferred.of.pairs]
+        count = sum([pair.grad is not None for pair in pairs.pairs])
+        return count == len(known) and are_same(known, self._shown.grads)
+
+    def settle(self, pairs: Pairs) -> None:
+        """Put unscaled gradients in the place of deferred ones. No host sync."""
+        if self.deferred is None or self._shown is None:
+            return
+        shown, of = self._shown.grads, self.deferred.of
+        place_of = {id(grad): i for i, grad in enumerate(shown)}
+        there = grads_of((*pairs.masters, *pairs.models))
+        if any(id(grad) in place_of for grad in there):
+            unscaled = list(map(shard_like, self.deferred.unscaling.values, of.masters))
+            for tensor, grad in zip((*pairs.masters, *pairs.models), there, strict=True):
+                if (i := place_of.get(id(grad))) is not None:
+                    tensor.grad = unscaled[i]
+            for pair in pairs.pairs:
+                if (i := place_of.get(id(pair.grad))) is not None:
+                    pair.grad = unscaled[i]
+            self.deferred = None
+        else:
+            del shown, of
+            self.forget()
+
+    def for_step(self, pairs: Pairs) -> Deferred:
+        """Return the gradients for an optimizer that unscales them itself.
+
+        Raises:
+            AmpTypeError: a gradient is sparse.
+        """
+        if self.deferred is not None:
+            if not self.deferred.unscaling.is_done:
+                return self.deferred
+            self.settle(pairs)
+        grads = grads_of(pairs.masters)
+        of = pairs.only([grad is not None for grad in grads])
+        there = [local(grad) for grad in grads if grad is not None]
+        for master, grad in zip(of.masters, there, strict=True):
+            if grad.layout is not torch.strided:
+                raise AmpTypeError(
+                    f"the gradient of a parameter of shape {tuple(master.shape)} is sparse "
+                    f"({grad.layout}); {type(self._optimizer).__name__} takes dense ones. Leave out "
+                    "sparse=True, or give the parameter to another optimizer"
+                )
+        return Deferred(of, TensorList(there))
+
+    def forget(self, for_ever: bool = False) -> None:
+        """Forget the gradients, and free those that nothing refers to."""
+        self.deferred = None
+        if self._shown is not None and (not self._shown.release() or for_ever):
+            self._shown = None

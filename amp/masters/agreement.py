@@ -1,0 +1,440 @@
+"""Pairs of parameters and masters in order: one look that says what differs, and what is then done.
+
+| differs since both last agreed       | then                                                       |
+|--------------------------------------|------------------------------------------------------------|
+| the dtype of a parameter             | FP32 of `.data =`: the master takes it, and the parameter  |
+|                                      | is 16-bit again; any other dtype is refused                |
+| one gradient                         | both get that of the side that changed; refused if both    |
+|                                      | sides were given one                                       |
+| `requires_grad` of one               | the side that changed is followed                          |
+| version or address of a master       | the master is written to its parameter                     |
+| its `.data` was taken, or a state    | the same, where the parameter is still what it was then    |
+| dict got it                          |                                                            |
+| the same of a lean pair's parameter, | the lower half is cleared where the upper half is not what |
+| which is the master's upper half     | both halves round to                                       |
+| values of a parameter                | not looked at: masters `merge` before each use of them     |
+
+The look is taken before each forward, block and step, before a method of an optimizer and after it,
+when other code asks for masters, and when a model is saved or copied. The host does not wait.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from itertools import compress
+from operator import is_not
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.distributed import set_values
+from amp.errors import AmpRuntimeError, warn
+from amp.kernels.grad_mode import without_grad
+from amp.kernels.tensor_lists import TensorList, are_plain, are_same, has_no_memory, local
+from amp.lazy import kernels
+from amp.masters.grads import grads_of, have_grads, store_grads
+from amp.masters.pair import Pair
+from amp.torch_versions import HAS_GRAD_DTYPE
+
+_data: Any = Tensor.data  # `Master` has another one
+_grad = operator.attrgetter("grad")
+_device = operator.attrgetter("device")
+_dtype = operator.attrgetter("dtype")
+_trains = operator.attrgetter("requires_grad")
+_version = operator.attrgetter("_version")
+
+
+def called_by_shape(parameter: Tensor) -> str:
+    """Return how to call a parameter in a message if its name is not known."""
+    return f"a parameter of shape {tuple(parameter.shape)}"
+
+
+class Pairs:
+    """Some pairs, in order.
+
+    Args:
+        pairs: the pairs.
+        called: returns how to call a parameter in a message.
+
+    Attributes:
+        pairs: the pairs.
+        masters, models: the masters, and the parameters of the model.
+        are_plain: whether none is a DTensor, or of another class with its values elsewhere.
+        master_list, model_list: the same as `TensorList`s, of local shards; `now` makes them current.
+        were_assigned: whether other code has assigned a gradient since this was last set to False.
+    """
+
+    def __init__(
+        self, pairs: Iterable[Pair], called: Callable[[Tensor], str] = called_by_shape
+    ) -> None:
+        self.pairs = list(pairs)
+        self.masters: list[Any] = [pair.master for pair in self.pairs]
+        self.models: list[Tensor] = [pair.parameter for pair in self.pairs]
+        self.are_plain = are_plain([*self.masters, *self.models])
+        self.master_list, self.model_list = _values_of(self.masters), _values_of(self.models)
+        self.were_assigned = False
+        self._dtypes = [pair.dtype for pair in self.pairs]
+        self._are_whole = all(pair.low is None for pair in self.pairs)
+        self._called = called
+        self._part: Pairs | None = None
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    # The look.
+
+    def look(self, at_grads: bool = True) -> list[Callable[[Pairs], None]]:
+        """Return what to do about all that differs since both sides last agreed. Nothing is changed.
+
+        Args:
+            at_grads: whether both sides should have one gradient now.
+        """
+        pairs, found = self.pairs, list[Callable[[Pairs], None]]()
+        if not pairs:
+            return found
+        if list(map(_dtype, self.models)) != self._dtypes:
+            found.append(Pairs._take_dtypes)
+        if at_grads:
+            common = [pair.grad for pair in pairs]
+            if any(map(is_not, map(_grad, self.masters), common)) or any(
+                map(is_not, map(_grad, self.models), common)
+            ):
+                found.append(Pairs.follow_grads)
+        trains = [pair.trains for pair in pairs]
+        if list(map(_trains, self.masters)) != trains or list(map(_trains, self.models)) != trains:
+            found.append(Pairs.follow_requires_grad)
+        if self._are_whole:
+            values = self.masters if self.are_plain else list(map(local, self.masters))
+            is_as_before = (
+                list(map(_version, values)) == [pair.version for pair in pairs]
+                and list(map(Tensor.data_ptr, values)) == [pair.address for pair in pairs]
+                and not any([pair.given is not None for pair in pairs])  # noqa: C419 (is faster)
+            )
+        else:
+            is_as_before = not any([pair.has_changed for pair in pairs])  # noqa: C419
+        if not is_as_before:
+            found.append(Pairs.write_changed)
+        return found
+
+    def agree(self, found: Iterable[Callable[[Pairs], None]]) -> None:
+        """Do what a look has found."""
+        for act in found:
+            act(self)
+
+    # The table.
+
+    def _take_dtypes(self) -> None:
+        """Take over FP32 values that were given to a parameter by `.data =`; refuse other dtypes.
+
+        Values that the parameter had already are those of a cast. The host waits to know that.
+        """
+        cast = [pair for pair in self.pairs if pair.parameter.dtype is not pair.dtype]
+        for pair in cast:
+            if pair.parameter.dtype is not torch.float32:
+                raise AmpRuntimeError(
+                    cast_text(self._called(pair.parameter), pair.parameter, pair.dtype)
+                )
+        given = [pair.parameter.detach() for pair in cast]
+        if all(_are_equal(values, pair) for values, pair in zip(given, cast, strict=True)):
+            warn(
+                f"{self._called(cast[0].parameter)} is {given[0].dtype} and was {cast[0].dtype} at "
+                "amp.initialize, with the same values: the model was cast after it, by .float() or "
+                ".to(). It is cast back, since masters have its FP32 values. Leave out the cast, or "
+                "close the session before it: amp.get_session(optimizer).close()"
+            )
+        for pair, values in zip(cast, given, strict=True):
+            set_values(pair.parameter, values.to(pair.dtype))
+            _untraced(pair.parameter).copy_(local(load(pair, values)))
+            pair.note()
+
+    def follow_requires_grad(self) -> None:
+        """Freeze and unfreeze both as other code has frozen or unfrozen one."""
+        for pair in self.pairs:
+            ours, theirs = pair.master, pair.parameter
+            if ours.requires_grad is not theirs.requires_grad:
+                changed, other = (theirs, ours) if ours.requires_grad is pair.trains else (ours, theirs)
+                other.requires_grad_(changed.requires_grad)
+            pair.trains = ours.requires_grad
+
+    def follow_grads(self) -> None:
+        """Let both sides have the gradient of the side that other code has changed.
+
+        Raises:
+            AmpRuntimeError: it has given each side another one.
+        """
+        both = zip(self.pairs, grads_of(self.masters), grads_of(self.models), strict=True)
+        grads = [_changed(i, *each) for i, each in enumerate(both)]
+        before = {id(pair.grad) for pair in self.pairs}
+        self.were_assigned |= any(id(each) not in before for each in grads if each is not None)
+        store_grads(self.masters, grads)
+        self.show(grads)
+
+    def were_written(self) -> bool:
+        """Whether other code has changed a master, with a trace, since both last agreed."""
+        return self._are_whole and any(pair.was_written for pair in self.pairs)
+
+    def write_changed(self) -> None:
+        """Write masters that other code has changed to their parameters.
+
+        Without a trace of a change they are written without one too: a graph that is still to be run
+        backward stays valid if nothing was changed.
+        """
+        there = (pair for pair in self.pairs if pair.has_changed)
+        changed = [
+            pair
+            for pair in there
+            if not (has_no_memory(local(pair.parameter)) or has_no_memory(local(pair.master)))
+        ]
+        if not self._are_whole:
+            for pair in changed:
+                clear_low(pair)
+            return
+        quiet = [pair for pair in changed if local(pair.master)._version == pair.version]
+        self.write_back([pair for pair in changed if pair not in quiet])
+        targets = [_untraced(pair.parameter) for pair in quiet]
+        sources = [local(pair.master).detach() for pair in quiet]
+        for i, pair in enumerate(quiet):
+            if pair.given is not None and sources[i].data_ptr() == pair.address:
+                sources[i] = _unless_written(sources[i], targets[i], pair.given)
+        kernels.master_copy.master_copy(sources, targets)
+        for pair in quiet:
+            pair.note()
+
+    # Values.
+
+    def now(self) -> Pairs:
+        """Update the addresses of both lists, and return these pairs."""
+        self.master_list = self._now(self.master_list, self.masters)
+        self.model_list = self._now(self.model_list, self.models)
+        return self
+
+    def _now(self, known: TensorList, tensors: Sequence[Tensor]) -> TensorList:
+        if self.are_plain or are_same(list(map(local, tensors)), known):
+            return known.now()
+        return _values_of(tensors)  # a DTensor has another shard
+
+    def merge(self) -> None:
+        """Let masters take what was written to parameters, however it was written. No host sync.
+
+        Call it when both sides agree but for that. Lean masters need nothing while they are split:
+        their upper half is the parameter. What has no memory is left out, and the step names it.
+        """
+        if not self._are_whole:
+            for pair in self.pairs:
+                if pair.is_joined:
+                    merge_joined(pair)
+        elif self.pairs:
+            kernels.merge.merge(*self._comparable())
+
+    @without_grad
+    def differ(self) -> bool:
+        """Whether any parameter is not its rounded master. The host waits for the device."""
+        if not (self._are_whole and self.pairs):
+            return False
+        models, masters = self._comparable()
+        return bool(models) and bool(kernels.merge.differ(models, masters).item())
+
+    def check_devices(self) -> None:
+        """Raise AmpRuntimeError if the model was moved after its masters were made."""
+        if list(map(_device, self.masters)) != list(map(_device, self.models)):
+            for pair in self.pairs:
+                check_device(pair)
+
+    def _comparable(self) -> tuple[TensorList, TensorList]:
+        """Return parameters and masters that have memory. Raise if they are on two devices."""
+        self.check_devices()
+        masters, models = self.now().master_list, self.model_list
+        if not (masters.has_memory and models.has_memory):
+            both = list(zip(models, masters, strict=True))
+            there = [not (has_no_memory(model) or has_no_memory(master)) for model, master in both]
+            models, masters = [TensorList(list(compress(x, there))) for x in (models, masters)]
+        return models, masters
+
+    def write_back(self, pairs: list[Pair] | None = None) -> None:
+        """Round masters into their parameters. No host sync."""
+        chosen = self.pairs if pairs is None else pairs
+        if not self._are_whole:
+            split([pair for pair in chosen if pair.is_joined])
+            self.note()
+            return
+        if chosen is self.pairs:
+            kernels.master_copy.master_copy(self.masters, self.models)
+            self.note()
+        elif chosen:
+            masters, models = [pair.master for pair in chosen], [pair.parameter for pair in chosen]
+            kernels.master_copy.master_copy(masters, models)
+            for pair in chosen:
+                pair.note()
+
+    def note(self) -> None:
+        """Note that masters and parameters agree now."""
+        if not (self._are_whole and self.are_plain):
+            for pair in self.pairs:
+                pair.note()
+            return
+        now = zip(map(_version, self.masters), map(Tensor.data_ptr, self.masters), strict=True)
+        for pair, (pair.version, pair.address) in zip(self.pairs, now, strict=True):
+            pair.given = None
+
+    def trained(self) -> list[Pair]:
+        """Return the pairs that a step may write: those that train, or have a gradient."""
+        if all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
+            return self.pairs
+        return [
+            pair for pair in self.pairs if pair.parameter.requires_grad or pair.master.grad is not None
+        ]
+
+    # Gradients.
+
+    def hide(self) -> None:
+        """Leave the gradients to the masters alone, so that a backward may make new ones."""
+        if any([pair.grad is not None for pair in self.pairs]):  # noqa: C419
+            store_grads(self.models)
+
+    def show(self, grads: Sequence[Tensor | None] | None = None) -> None:
+        """Give parameters the gradients of their masters, if these are known, and note them."""
+        grads = list(map(_grad, self.masters)) if grads is None else grads
+        for pair, grad in zip(self.pairs, grads, strict=True):
+            pair.grad = grad
+        if not HAS_GRAD_DTYPE:
+            return
+        try:
+            for model, grad in zip(self.models, grads, strict=True):
+                model.grad = grad
+        except RuntimeError:  # `torch.utils.swap_tensors` has made parameters that do not know of it
+            store_grads(self.models)
+            for model in self.models:
+                model.grad_dtype = None
+            store_grads(self.models, grads)
+
+    def have_grads(self) -> bool:
+        """Whether any master has a gradient."""
+        return have_grads(self.masters)
+
+    def forget_grads(self) -> None:
+        """Note that both sides have no gradient, or none yet."""
+        self.were_assigned = False
+        for pair in self.pairs:
+            pair.grad = None
+
+    def without(self, others: Pairs) -> Pairs:
+        """Return the pairs that are not among others."""
+        known = set(map(id, others.pairs))
+        return Pairs([pair for pair in self.pairs if id(pair) not in known], self._called)
+
+    def only(self, chosen: Sequence[bool]) -> Pairs:
+        """Return the chosen pairs alone; for the same ones, the same object again."""
+        if all(chosen):
+            return self
+        pairs = list(compress(self.pairs, chosen))
+        if self._part is None or not are_same(pairs, self._part.pairs):
+            self._part = Pairs(pairs, self._called)
+        return self._part
+
+
+def _changed(index: int, pair: Pair, ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
+    """Return the gradient that other code has given to a master, or to its parameter.
+
+    Args:
+        index: the number of the pair, for an error.
+        pair: the pair.
+        ours: the gradient of the master.
+        theirs: that of the parameter.
+    """
+    common = pair.grad
+    if ours is theirs or theirs is common or (theirs is None and ours is not common):
+        return ours
+    if ours is not common and ours is not None and not pair.is_shared:
+        raise AmpRuntimeError(
+            f"a parameter of shape {tuple(ours.shape)}, number {index} of those with a master, was "
+            "given a gradient, and its master another. Assign a gradient to one of the two: the "
+            "parameter, or what amp.master_params(optimizer) yields"
+        )
+    return theirs if theirs is None else theirs.to(torch.float32)
+
+
+def _are_equal(values: Tensor, pair: Pair) -> bool:
+    """Whether FP32 values are the rounded values of a whole master."""
+    if pair.low is not None:
+        return False
+    ours = local(pair.master).detach().to(device=values.device, dtype=pair.dtype)
+    return torch.equal(ours.float(), local(values))
+
+
+def _unless_written(master: Tensor, parameter: Tensor, before: Tensor) -> Tensor:
+    """Return the values of a master, and of its parameter where that was written since `before`."""
+    is_as_before = parameter.view(torch.int16) == before.view(torch.int16)
+    return torch.where(is_as_before, master, parameter)
+
+
+def cast_text(called: str, parameter: Tensor, dtype: torch.dtype) -> str:
+    """Return the message about a parameter that was cast after `initialize`."""
+    return (
+        f"{called} is {parameter.dtype} and was {dtype} at "
+        "amp.initialize: the model was cast after it, by .half(), .float() or .to(), or "
+        ".data was given such values, as torch.nn.utils.vector_to_parameters does. Leave "
+        "out the cast, or do it before; write FP32 values to amp.master_params(optimizer)"
+    )
+
+
+@without_grad
+def load(pair: Pair, values: Tensor) -> Tensor:
+    """Set a master's values, and return what its parameter must then hold. No host sync.
+
+    A new version of the master would mean a change by other code, so it gets none.
+    """
+    if pair.low is None:
+        _data.__get__(pair.master).copy_(values.detach())
+        return values
+    parameter = pair.parameter
+    wide = values.detach().to(device=parameter.device, dtype=torch.float32)
+    weights = parameter.detach().clone()
+    kernels.split.split([wide], [weights], [pair.low])
+    return weights
+
+
+@without_grad
+def merge_joined(pair: Pair) -> None:
+    """Let the master of a lean pair, while it holds FP32 values, take what its parameter was given."""
+    master, parameter = local(pair.master).detach(), local(pair.parameter)
+    high, _ = kernels.split.encode(master, parameter.dtype, local(pair.low).dtype)  # type: ignore[arg-type]
+    _untraced(pair.master).copy_(torch.where(high == parameter, master, parameter.float()))
+
+
+@without_grad
+def clear_low(pair: Pair) -> None:
+    """Clear the low bits of a lean pair where other code has written the weights, and of zeros."""
+    if pair.is_joined:
+        pair.note()
+        return  # both halves are written when it is split
+    weights, low = local(pair.parameter), local(pair.low)  # type: ignore[arg-type]
+    high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
+    low.copy_(torch.where((high == weights) & (weights != 0), low, 0))
+    pair.note()
+
+
+def split(pairs: Sequence[Pair]) -> None:
+    """Write lean masters that hold FP32 values to both halves. No host sync."""
+    masters, parameters = [pair.master for pair in pairs], [pair.parameter for pair in pairs]
+    kernels.split.split(masters, parameters, [pair.low for pair in pairs])
+
+
+def check_device(pair: Pair) -> None:
+    """Raise if the model was moved after its masters were made."""
+    master, parameter = pair.master, pair.parameter
+    if master.device != parameter.device:
+        raise AmpRuntimeError(
+            f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its FP32 "
+            f"master on {master.device}: the model was moved after amp.initialize. Move it first."
+        )
+
+
+def _values_of(tensors: Sequence[Tensor]) -> TensorList:
+    return TensorList(tensors if are_plain(tensors) else list(map(local, tensors)))
+
+
+def _untraced(tensor: Tensor) -> Tensor:
+    """Return an alias of a tensor's values, a DTensor's shard, whose writes raise no version."""
+    return _data.__get__(local(tensor))  # type: ignore[no-any-return]

@@ -1,0 +1,308 @@
+"""Mistakes of a script in its first iterations, each of which is named once.
+
+- a backward that is not of the scaled loss, or after its block; a block without a gradient
+- gradients of a scaled loss that reach an optimizer which the block does not name
+- a step whose gradients no block has unscaled, or a `GradScaler` once more
+- an optimizer that changes no master, because it has a list of parameters of its own
+- a hook of a master, which no backward runs; FullyShardedDataParallel around parameters with masters
+
+An optimizer has a `Misuse` until its first good step; a block has a `BlockWatch` while one of its
+optimizers has one.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from amp.active import open_sessions
+from amp.errors import warn
+from amp.masters.grads import grads_of
+from amp.training.gradients import Gradients, State
+
+
+class Misuse:
+    """What is known of one optimizer before its first good step.
+
+    Args:
+        attached: the `AttachedOptimizer`.
+        has_stepped: whether it has stepped, and is looked at again because of gradients of others.
+    """
+
+    def __init__(self, attached: Any, has_stepped: bool = False) -> None:
+        self._attached = weakref.ref(attached)  # weak: it refers to this
+        self.has_stepped = has_stepped
+        self.has_found = self.was_in_block = has_stepped
+        self.of_others: list[Tensor] = []
+        """The parameters that a scaled loss of other optimizers has given gradients."""
+        self._unchanged: int | None = None if has_stepped else 0
+        """How many steps have changed no master; None once one has, or it is not asked any more."""
+
+    @property
+    def attached(self) -> Any:
+        """The `AttachedOptimizer`."""
+        return self._attached()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing left to look at."""
+        return self.has_stepped and self._unchanged is None and not self.of_others
+
+    # Gradients of others.
+
+    def warn_if_of_others(self) -> None:
+        """Warn if gradients are about to be used that nothing has unscaled."""
+        found = [parameter for parameter in self.of_others if parameter.grad is not None]
+        self.of_others = []
+        if found:
+            warn(
+                f"the gradient of {self.attached.check.called(found[0])} comes from a loss that was "
+                "scaled, in an amp.scale_loss block that does not name its optimizer: it is too large "
+                "by the loss scale. Pass all optimizers whose parameters a loss reaches, as in "
+                "amp.scale_loss(loss, [first, second]), or call zero_grad before the next block"
+            )
+
+    # Steps.
+
+    def step_begins(self) -> tuple[Tensor, int, Tensor] | None:
+        """Look at a step that is about to be taken; return what `step_has_ended` compares."""
+        compares = self._unchanged is not None and not self.attached.gradients.are_none()
+        if compares and not self.has_stepped:
+            self.has_stepped = True
+            self._warn_if_unscaled()
+            self._warn_if_unscaled_twice()
+        if self.of_others:
+            self.warn_if_of_others()
+        return self._copy_to_compare() if compares else None
+
+    def closure_has_ended(self) -> None:
+        """Look at a step with a closure that was taken."""
+        if not (self.has_stepped or self.attached.gradients.are_none()):
+            self.has_stepped, self._unchanged = True, None
+            self._warn_if_unscaled()
+
+    def step_has_ended(self, before: tuple[Tensor, int, Tensor] | None) -> None:
+        """Warn if a step has not changed a master: the optimizer has a list of its own.
+
+        If it has made a state for it, as ADOPT does in a first step that only begins its moments, the
+        second step counts. A skipped step does not count.
+
+        Args:
+            before: what `step_begins` returned.
+        """
+        if before is None or self.attached.step.was_skipped:
+            return
+        master, version, values = before
+        if master._version != version or not torch.equal(master, values):
+            self._unchanged = None
+            return
+        optimizer = self.attached.optimizer
+        self._unchanged = (self._unchanged or 0) + 1
+        if self._unchanged == 1 and master in optimizer.state:
+            return
+        self._unchanged = None
+        warn(
+            f"{type(optimizer).__name__}.step() has changed nothing of an FP32 master with a "
+            "gradient, so the model is not trained. An optimizer that keeps a list or a table of "
+            "parameters from when it was made updates 16-bit weights that masters overwrite. Let it "
+            "use group['params'] in each step, or choose a level without masters, such as 'O4'"
+        )
+
+    def _copy_to_compare(self) -> tuple[Tensor, int, Tensor] | None:
+        """Return a master with a gradient, its version, and a copy: the first steps must change it.
+
+        A wrapper may step only each n-th time. torch's fused optimizers and dispatch modes leave no
+        trace of a change; to compare values there would make the host wait.
+        """
+        attached = self.attached
+        groups = attached.gradients.groups
+        is_fused = any(group.get("fused") for group in attached.optimizer.param_groups)
+        may_not_tell = attached.is_wrapped or is_fused or _get_current_dispatch_mode()
+        if may_not_tell or not (attached.masters.are_whole and groups.masters):
+            self._unchanged = None
+            return None
+        master = next((each for each in groups.masters if each.grad is not None), None)
+        return None if master is None else (master, master._version, master.detach().clone())
+
+    def _warn_if_unscaled_twice(self) -> None:
+        """Warn if a GradScaler steps the optimizer, which has unscaled the gradients once more."""
+        frame = sys._getframe() if self.was_in_block else None
+        while frame is not None:
+            scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
+                warn(
+                    f"GradScaler.step calls {type(self.attached.optimizer).__name__}.step, and "
+                    "amp.scale_loss has scaled the loss and unscaled its gradients already. The "
+                    "GradScaler divides them by its own scale, so the weights hardly move. Leave the "
+                    "GradScaler out: call optimizer.step()"
+                )
+                return
+            frame = frame.f_back
+
+    def _warn_if_unscaled(self) -> None:
+        """Warn if a step uses gradients of a loss that should have been scaled, and was not."""
+        owner = self.attached.owner
+        was_scaled = self.was_in_block or self.of_others
+        if was_scaled or all(scaler.config.is_identity for scaler in owner.scalers):
+            return
+        warn(
+            f"{type(self.attached.optimizer).__name__}.step() was called, and its gradients came from "
+            f"no amp.scale_loss block. At opt_level={owner.properties.opt_level!r} losses are to be "
+            "scaled: float16 gradients below 6e-8 are 0 without it. Call scaled_loss.backward() in "
+            "`with amp.scale_loss(loss, optimizer) as scaled_loss:`. If another gradient scaler scales "
+            "the loss, or none is to, pass loss_scale=1.0 to amp.initialize"
+        )
+
+
+def watch_block(session: Any, block: Any, attached: Sequence[Any]) -> BlockWatch | None:
+    """Return what watches a block of some optimizers, or None if all have stepped well.
+
+    Raises:
+        AmpRuntimeError: FullyShardedDataParallel holds parameters that have masters.
+    """
+    watched = [each.misuse for each in attached if each.misuse is not None]
+    if not watched:
+        return None
+    for misuse in watched:
+        if misuse.of_others:
+            misuse.warn_if_of_others()
+        misuse.was_in_block = True
+        if not misuse.has_stepped:
+            groups = misuse.attached.gradients.groups
+            misuse.attached.check.wrappers(groups.models)
+            misuse.attached.check.hooks(groups.masters)
+    return BlockWatch(session, block, attached, [each for each in watched if not each.has_stepped])
+
+
+class BlockWatch:
+    """Looks at one block of optimizers that have not all stepped.
+
+    Args:
+        session: of the loss.
+        block: the block.
+        attached: the `AttachedOptimizer`s of the optimizers that it names.
+        unstepped: the `Misuse`s of those that have not stepped.
+    """
+
+    def __init__(
+        self, session: Any, block: Any, attached: Sequence[Any], unstepped: Sequence[Misuse]
+    ) -> None:
+        self._session, self._block, self._attached, self._unstepped = (
+            session,
+            block,
+            attached,
+            unstepped,
+        )
+        self._is_scaled = bool(unstepped) and not block.scaler.config.is_identity
+        self._was_run: bool | None = None
+        """Whether backward has run from the scaled loss; None if that is not watched."""
+        self._others: list[tuple[Any, Any]] = []
+        """Optimizers whose gradients should not come from this block, and what these were before it."""
+
+    def backward_begins(self, scaled_loss: Tensor) -> None:
+        """Note what is there before a backward, and watch whether it runs from the scaled loss."""
+        if not self._is_scaled:
+            return
+        if scaled_loss.requires_grad:
+            self._was_run = False
+            scaled_loss.register_hook(_Note(self, self._block))  # type: ignore[no-untyped-call]
+        # Other threads may train those of other sessions meanwhile, with blocks of their own, or at a
+        # level that scales no loss.
+        session = self._session
+        self._others = [
+            (each, _grads_and_versions(each.gradients))
+            for each in chain.from_iterable(one.attached for one in open_sessions())
+            if each not in self._attached
+            and (each.owner is session or not each.owner.scalers[0].config.is_identity)
+        ]
+
+    def backward_runs(self) -> None:
+        """Note that the backward of the scaled loss has begun."""
+        self._was_run = True
+
+    def backward_has_ended(self) -> None:
+        """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
+        for misuse in self._unstepped if self._is_scaled else ():
+            misuse.attached.check.hidden_gradients(misuse.attached.gradients.groups.pairs)
+
+    def block_is_left(self, is_complete: bool) -> None:
+        """Warn of a block without gradients, or with those of another loss; note those of others."""
+        if is_complete:
+            self._warn_if_empty()
+        if self._was_run is False and self._block.found:
+            warn(
+                "an amp.scale_loss block has found gradients, and none came from the scaled loss: they "
+                "are divided by the loss scale all the same, so the weights hardly move. Call "
+                "scaled_loss.backward() in `with amp.scale_loss(loss, optimizer) as scaled_loss:`, not "
+                "loss.backward()"
+            )
+        of_block = {p for each in self._attached for p in each.parameters}
+        for each, before in self._others:
+            if each.owner is self._session or (each.misuse and not each.misuse.was_in_block):
+                _note_scaled(each, before, of_block)
+
+    def _warn_if_empty(self) -> None:
+        """Warn once if the first block of some optimizers has found no gradient at all."""
+        for each in self._attached:
+            if each.misuse is not None:
+                each.misuse.has_found |= each.gradients in self._block.found
+        known = [each.misuse for each in self._attached]
+        if any(one is None or one.has_found or one.has_stepped for one in known):
+            return
+        if any(p.requires_grad for each in self._attached for p in each.gradients.groups.stepped):
+            for one in known:
+                one.has_found = True
+            warn(
+                "an amp.scale_loss block has ended, and no parameter of its optimizers has a gradient: "
+                "no backward was run in it, or the loss does not depend on them, as after .detach(). "
+                "Call scaled_loss.backward() inside of the block"
+            )
+
+
+class _Note:
+    """A hook on a scaled loss: notes its backward, and warns if it comes after the block."""
+
+    def __init__(self, watch: BlockWatch, block: Any) -> None:
+        self._watch, self._block = weakref.ref(watch), weakref.ref(block)
+
+    def __call__(self, grad: Tensor) -> None:
+        watch, block = self._watch(), self._block()
+        if watch is not None and block is not None and not block.is_over:
+            watch.backward_runs()
+        elif not bool((grad != 1).any()):  # else it is a part of another loss
+            warn(
+                "scaled_loss.backward() was called after its amp.scale_loss block: gradients are "
+                "not unscaled, and too large by the loss scale. Call it inside of the block"
+            )
+
+
+def _grads_and_versions(gradients: Gradients) -> list[tuple[Tensor | None, int]]:
+    """Return the gradients of the model's parameters, and how often each was changed."""
+    groups = gradients.groups
+    grads = grads_of((*groups.models, *groups.unmastered))
+    return [(grad, 0 if grad is None else grad._version) for grad in grads]
+
+
+def _note_scaled(
+    attached: Any, before: Sequence[tuple[Tensor | None, int]], of_block: set[Tensor]
+) -> None:
+    """Note what the backward of a scaled loss of other optimizers has changed since `before`."""
+    now = _grads_and_versions(attached.gradients)
+    if len(now) != len(before) or attached.gradients.state is State.DELAYED:
+        return
+    found = [
+        parameter
+        for parameter, (grad, version), known in zip(attached.parameters, now, before, strict=True)
+        if (grad is not known[0] or version != known[1]) and parameter not in of_block
+    ]
+    if attached.misuse is None and found:
+        attached.misuse = Misuse(attached, has_stepped=True)
+    if attached.misuse is not None:
+        attached.misuse.of_others = found

@@ -1,0 +1,369 @@
+"""The step of one optimizer in a session: look, decide, merge, step or skip, write back.
+
+| way              | the optimizer                          | gradients         | who writes the model |
+|------------------|----------------------------------------|-------------------|----------------------|
+| `_step_fused`    | declares `_step_takes_scaled_grads`    | deferred          | the optimizer        |
+| `_step_unscaled` | any other                              | in `.grad`        | the session          |
+| `ClosureStep`    | is given a closure                     | in `.grad`        | the session          |
+
+`amp.training.verdicts` decides who skips a step after an overflow.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from itertools import repeat
+from operator import is_not
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from amp.active import newest_caster
+from amp.casting.regions import ThreadState, disable_casts, forget_casts, same_casts
+from amp.errors import AmpRuntimeError
+from amp.interrupts import followed_by
+from amp.masters.agreement import Pairs
+from amp.masters.master_weights import MasterWeights
+from amp.observers import everywhere
+from amp.training.deferral import Deferred
+from amp.training.gradients import Gradients
+from amp.training.group_contents import Groups
+from amp.training.step_inputs import StepInputs
+from amp.training.unattached import unattached
+from amp.training.verdicts import SKIP, Capabilities, Verdict, decide, note_step
+
+_grad = operator.attrgetter("grad")
+
+_CLOSURE_TRIES = 300
+"""Enough halvings to bring any loss scale to its floor."""
+
+
+class OptimizerStep:
+    """The step of one optimizer, called in place of the optimizer's own, which is an argument.
+
+    Args:
+        attached: the `AttachedOptimizer`.
+
+    Attributes:
+        verdicts: what the checks before the last step found.
+        is_running: whether the optimizer's own step runs, or its closure.
+    """
+
+    def __init__(self, attached: Any) -> None:
+        self._attached: Callable[[], Any] = weakref.ref(attached)  # weak: it refers to this
+        self._optimizer = attached.optimizer
+        self._gradients: Gradients = attached.gradients
+        self._masters: MasterWeights = attached.masters
+        self._capabilities: Capabilities = attached.capabilities
+        self.is_running = False
+        self._is_to_end = False
+        """Whether the step was taken or skipped, and the work after it is still to be done."""
+        self._unwritten: Pairs | None = None
+        """The pairs whose masters a step has changed, or may have, and not yet written to the model."""
+        self.verdicts: list[Verdict] = []
+
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last step was skipped. The host waits if the optimizer itself decided that."""
+        return any(verdict.overflowed for verdict in self.verdicts)
+
+    def __call__(self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Call the optimizer's own step, on unscaled gradients and with masters, or skip it."""
+        attached = self._attached()
+        if attached.may_be_plain and self._is_plain_now(attached):
+            return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
+        if attached.owner.is_rehearsal:
+            return None
+        if attached.has_half:
+            attached.share_state()  # a script may have given the optimizer another one
+        kwargs = {name: self._stepped(value) for name, value in kwargs.items()}
+        for observer in (*everywhere, *attached.owner.observers):
+            closure = observer.step_begins(attached, closure)
+        return ThreadState().around(self._run_locked, step, closure, *args, **kwargs)
+
+    def _is_plain_now(self, attached: Any) -> bool:
+        """Whether the optimizer's own step is all there is to do."""
+        if attached.misuse is not None or not attached.is_plain or newest_caster() is not None:
+            return False
+        groups: Groups = self._gradients.groups
+        have_grads = any(map(is_not, map(_grad, groups.stepped), repeat(None)))
+        return have_grads and groups.are_current(self._optimizer)
+
+    def _stepped(self, value: Any) -> Any:
+        """Return the master in place of a parameter, which is given to a step in the backward."""
+        master = self._masters.master(value) if isinstance(value, Tensor) else None
+        return value if master is None else master
+
+    def _run_locked(self, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any) -> Any:
+        masters, gradients = self._masters, self._gradients
+        with masters.lock, nullcontext() if masters.are_whole else masters.as_split():
+            before = masters.are_ahead
+            try:
+                masters.are_ahead = self.is_running = True
+                gradients.look("step")
+                if gradients.open_block is not None:
+                    gradients.take_for_step_in_block()
+                if closure is not None:
+                    return self._run_with_closure(step, closure, *args, **kwargs)
+                return self._run(functools.partial(step, *args, **kwargs))
+            except RuntimeError as error:
+                self._attached().check.add_hint(error, gradients.groups.models)
+                raise
+            finally:
+                masters.are_ahead, self.is_running = before, False
+
+    # Without a closure.
+
+    def _run(self, step: Callable[[], Any]) -> Any:
+        gradients, attached = self._gradients, self._attached()
+        misuse = attached.misuse
+        if gradients.delayed is not None:
+            gradients.finish_delayed()
+        if misuse is not None or gradients.are_none():
+            attached.check.names()
+        before = None if misuse is None else misuse.step_begins()
+        self.verdicts = gradients.verdicts_for_step()
+        self._is_to_end, self._unwritten = False, None
+
+        def run() -> Any:
+            decision = decide(self.verdicts, self._capabilities)
+            if decision is SKIP:
+                # A scheduler made before `initialize` would otherwise warn that it was stepped first.
+                self._optimizer._opt_called = self._is_to_end = True
+                result = None
+            else:
+                found_inf = decision if isinstance(decision, Tensor) else None
+                way = self._step_fused if self._capabilities.takes_scaled else self._step_unscaled
+                result = way(step, found_inf)
+            if misuse is not None:
+                misuse.step_has_ended(before)
+            forget_casts()  # casts of old weights, if a forward is under way
+            self._tell_end()
+            return result
+
+        result = followed_by(run, self._end)
+        self._end_iteration()
+        self._learn(self.verdicts)  # last: it may warn, which may be an error
+        return result
+
+    def _step_fused(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
+        """Let the optimizer unscale, skip, merge, and write masters and the model's weights itself."""
+        gradients, pairs = self._gradients, self._gradients.groups.pairs
+
+        def look_up() -> Deferred:
+            deferred = gradients.for_step().now()
+            if deferred.of is not pairs:
+                pairs.without(deferred.of).merge()
+            return deferred
+
+        inputs = StepInputs(look_up, self._masters.low_halves, found_inf, self._attached().names_of)
+        inputs.merges = self._masters.are_whole
+        has_returned = False
+        try:
+            self._optimizer.scaled_grads = inputs
+            with disable_casts():
+                result = self._with_hooks(step, None, pairs.note)
+            has_returned = True
+        finally:
+            if has_returned or inputs.changes.are_made:  # a hook may raise after the step
+                self._is_to_end = True
+                if not _has_hooks_after(self._optimizer):
+                    pairs.note()
+        if _has_hooks_after(self._optimizer):
+            pairs.write_changed()
+        return result
+
+    def _step_unscaled(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
+        """Step with the gradients in `.grad`, and write masters to the model."""
+        pairs, masters = self._gradients.groups.pairs, self._masters
+        if found_inf is not None:
+            self._optimizer.grad_scale = None
+            self._optimizer.found_inf = found_inf.reshape(())
+        with disable_casts():
+            if not pairs.pairs:
+                result = step()
+            else:
+                if not masters.are_whole:
+                    step = functools.partial(masters.run_step, self._optimizer, pairs.masters, step)
+                self._unwritten = pairs
+                result = self._with_hooks(step, pairs.merge, self._write)
+                self._write()
+                if _has_hooks_after(self._optimizer):
+                    pairs.write_changed()
+        self._is_to_end = True
+        return result
+
+    def _write(self) -> None:
+        """Write masters to the model after a step, once: hooks may write the model from then on."""
+        if (pairs := self._unwritten) is not None:
+            if self._gradients.open_block is not None:
+                pairs.write_changed()  # a backward that is under way still needs the others
+            else:
+                pairs.write_back(pairs.trained())
+            if not self._masters.are_whole:
+                self._masters.split_joined()
+            self._unwritten = None
+
+    def _with_hooks(
+        self, step: Callable[[], Any], merge: Callable[[], None] | None, write: Callable[[], None]
+    ) -> Any:
+        """Step; take over what hooks before it change, and let those after it find what it has made.
+
+        Args:
+            step: the optimizer's own step, which calls the hooks.
+            merge: lets masters take what was written to the model, after the last hook before the step.
+            write: writes masters to the model, before the first hook after the step.
+        """
+        optimizer, handles = self._optimizer, []
+        of_all = [x for x in _global_optimizer_pre_hooks.values() if x is not unattached]
+
+        def before(*_: object) -> None:
+            self._gradients.look()
+            if merge is not None:
+                merge()
+
+        has_hooks = hasattr(optimizer, "register_step_pre_hook")  # else torch calls none, of any kind
+        if has_hooks and (getattr(optimizer, "_optimizer_step_pre_hooks", None) or of_all):
+            handles.append(optimizer.register_step_pre_hook(before))
+        elif merge is not None:
+            merge()
+        if _has_hooks_after(optimizer):
+            handles.append(optimizer.register_step_post_hook(lambda *_: write()))
+            optimizer._optimizer_step_post_hooks.move_to_end(handles[-1].id, last=False)
+        try:
+            return step()
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _end(self) -> None:
+        """Do what follows a step that was taken or skipped, or was interrupted. Idempotent."""
+        self._write()
+        forget_inputs(self._optimizer)
+        if self._is_to_end:
+            self._gradients.end_step(any([x.is_known_overflow for x in self.verdicts]))  # noqa: C419
+            self._is_to_end = False
+            attached = self._attached()
+            if attached.misuse is not None and attached.misuse.is_over:
+                attached.misuse = None
+
+    # With a closure.
+
+    def _run_with_closure(
+        self, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        attached, misuse = self._attached(), self._attached().misuse
+        pairs = self._unwritten = self._gradients.groups.pairs
+
+        def step_with_hooks(evaluate: Callable[[], Any]) -> Any:
+            own = functools.partial(step, evaluate, *args, **kwargs)
+            result = self._with_hooks(own, pairs.merge, self._write)
+            self._write()
+            return result
+
+        result = ClosureStep(attached, closure, self._learn).run(step_with_hooks)
+        if _has_hooks_after(self._optimizer):
+            pairs.write_changed()
+        attached.check.names()
+        self.verdicts = []
+        self._tell_end()
+        self._gradients.end_step()
+        self._end_iteration()
+        if misuse is not None:
+            misuse.closure_has_ended()
+            if misuse.is_over:
+                attached.misuse = None
+        return result
+
+    # After each step.
+
+    def _tell_end(self) -> None:
+        attached = self._attached()
+        if self.verdicts:
+            note_step(self.verdicts, self._gradients.of_model, attached.names_to_record)
+        for observer in (*everywhere, *attached.owner.observers):
+            observer.step_ends(attached)
+
+    def _end_iteration(self) -> None:
+        """Move the scales of `fp8="delayed"`, if no block has done so."""
+        fp8 = self._attached().owner.fp8
+        history = None if fp8 is None else fp8.history
+        if history is not None:
+            if not history.ended_in_block:
+                history.share(self._gradients.groups.process_groups)
+                history.end()
+            history.ended_in_block = False
+
+    def _learn(self, verdicts: Sequence[Verdict]) -> None:
+        for scaler in {verdict.scaler: None for verdict in verdicts}:
+            if scaler.recorder.states.underway:
+                self._attached().owner.learn(scaler)
+
+
+class ClosureStep:
+    """A step of an optimizer that evaluates the model any number of times, on weights that it sets.
+
+    After an overflow the closure is evaluated again, at the lowered scale, and the step is not skipped.
+
+    Args:
+        attached: the `AttachedOptimizer`.
+        closure: evaluates the model, in blocks of its own.
+        learn: tells observers what the host has learnt of scalers.
+    """
+
+    def __init__(
+        self,
+        attached: Any,
+        closure: Callable[[], Any],
+        learn: Callable[[Sequence[Verdict]], None],
+    ) -> None:
+        self._gradients: Gradients = attached.gradients
+        self._masters: MasterWeights = attached.masters
+        self._closure, self._learn = closure, learn
+        self._as_around_the_step = same_casts()
+
+    def run(self, step: Callable[[Callable[[], Any]], Any]) -> Any:
+        """Call the optimizer's own step with the closure, which `step` is given."""
+        pairs = self._gradients.groups.pairs
+        pairs.merge()
+        with disable_casts(), self._masters.as_float32(pairs.masters):
+            return step(self._evaluate)
+
+    def _evaluate(self) -> Any:
+        gradients = self._gradients
+        pairs = gradients.groups.pairs
+        pairs.write_back(pairs.trained())
+        forget_casts()  # of the weights of the last evaluation
+        with self._as_around_the_step():
+            for _ in range(_CLOSURE_TRIES):
+                loss = self._closure()
+                gradients.finish_delayed()
+                gradients.look()
+                gradients.groups.pairs.merge()
+                gradients.unscale_deferred()
+                verdicts = gradients.verdicts.take()
+                overflowed = any(verdict.overflowed for verdict in verdicts)
+                self._learn(verdicts)
+                if not overflowed:
+                    return loss
+                gradients.clear()
+        raise AmpRuntimeError(
+            f"the gradients of the closure overflowed {_CLOSURE_TRIES} times, down to the lowest "
+            "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
+        )
+
+
+def _has_hooks_after(optimizer: Any) -> bool:
+    own = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    return own is not None and bool(own or _global_optimizer_post_hooks)
+
+
+def forget_inputs(optimizer: Any) -> None:
+    """Remove the inputs of a step from an optimizer: later steps would use them."""
+    for name in ("scaled_grads", "grad_scale", "found_inf"):
+        vars(optimizer).pop(name, None)
