@@ -273,7 +273,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
             "optimizer that amp.initialize returned"
         )
     if (attached := AttachedOptimizer.of(optimizer)) is not None:
-        attached.look_at_masters()
+        attached.reconcile_masters()
     for group in groups:
         yield from group["params"]
 

@@ -255,7 +255,7 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.step(optimizer) first"
             )
         if isinstance(skipped, list):  # what was found, still on its devices
-            if kernels.tables.stream_of(self._scaler.device) is None:
+            if kernels.launch_plans.stream_of(self._scaler.device) is None:
                 return None  # a graph is being captured: each replay will find out
             found, skipped = skipped, HostCopies()
             skipped.send(torch.stack([x.reshape(()).to(self._scaler.device) for x in found]))

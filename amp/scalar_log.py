@@ -68,7 +68,7 @@ def scalars(optimizer: Any = None, *, wait: bool = False, norms: bool = False) -
 def _norms(attached: AttachedOptimizer) -> dict[str, float]:
     """Return the norms of the gradients and weights that an optimizer has now. The host waits."""
     attached.gradients.finish_delayed()
-    groups = attached.look_at_masters()
+    groups = attached.reconcile_masters()
     grads = [each.grad for each in groups.stepped if each.grad is not None]
     with attached.masters.as_float32(groups.masters):
         weights = [each.detach() for each in groups.stepped]

@@ -229,7 +229,7 @@ class Session:
                 strategy.check_region()
         for attached in self.attached if self.properties.master_weights else ():
             if not attached.step.is_running:  # it runs a closure, and writes masters before that
-                attached.gradients.look("forward")
+                attached.gradients.reconcile("forward")
 
     def stay_with(self, model: nn.Module) -> Callable[[], object]:
         """Live as long as a model lives, and see its forwards; return a function that ends this."""

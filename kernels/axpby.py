@@ -24,7 +24,7 @@ from torch import Tensor
 from amp.kernels.elementwise import Elementwise
 from amp.kernels.foreach import copies
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
-from amp.kernels.tables import BadSteps
+from amp.kernels.launch_plans import BadSteps
 from amp.kernels.tensor_lists import are_same
 from amp.kernels.unscale import scale_and_check
 

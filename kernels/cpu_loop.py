@@ -26,6 +26,7 @@ from amp.kernels.backend import requested
 from amp.kernels.changes import Change
 from amp.kernels.compiled_library import load_kept, load_or_log, read_source
 from amp.kernels.language import plain
+from amp.kernels.launch_plans import are_flat
 from amp.kernels.packing import (
     TO_NEAREST,
     Functions,
@@ -37,7 +38,6 @@ from amp.kernels.packing import (
     unpack,
 )
 from amp.kernels.rule import Formula, Origin, Prepared, Streams
-from amp.kernels.tables import are_flat
 from amp.kernels.tensor_lists import TensorList, are_plain
 
 WORTH_COMPILING = 2**20
@@ -147,7 +147,7 @@ def plan_loop(
 def flat_and_others(
     lists: Sequence[TensorList], indices: Sequence[int]
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Return which tensors a loop can go through, and which not; see `amp.kernels.tables.are_flat`."""
+    """Return which tensors a loop takes, the flat ones (`launch_plans.are_flat`), and the others."""
     if all(tensors.kind.orders is None for tensors in lists):
         return indices, []
     flat = [i for i in indices if are_flat([tensors[i] for tensors in lists])]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.grad_mode import without_grad
-from amp.kernels.tables import BadSteps, flag_on, merge_flag, number_on, plan, takes_at_once
+from amp.kernels.launch_plans import BadSteps, flag_on, merge_flag, number_on, plan, takes_at_once
 from amp.kernels.tensor_lists import dense
 
 

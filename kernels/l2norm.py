@@ -26,7 +26,7 @@ from torch import Tensor
 
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, launch, not_finite, report, tl, wide
-from amp.kernels.tables import BadSteps, Launch, flag_on, merge_flag, number_on, plan, to_device
+from amp.kernels.launch_plans import BadSteps, Launch, flag_on, merge_flag, number_on, plan, to_device
 from amp.kernels.tensor_lists import dense
 from amp.kernels.unscale import check_reference
 

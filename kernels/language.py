@@ -1,7 +1,7 @@
 """The common part of the kernels: Triton where it is installed, and helper functions.
 
-A kernel gets a list of tensors as a table of addresses, cut into chunks of BLOCK elements, one
-program each (`amp.kernels.tables`). A program first processes the elements of its chunk that can move
+A kernel gets a list of tensors as a table of addresses, cut into chunks of BLOCK elements, one program
+each (`amp.kernels.launch_plans`). A program first processes the elements of its chunk that can move
 128 bits at a time, all at once. It processes the rest in a loop, STEP elements a turn: the last few of
 an odd size, or the whole chunk if an address is not a multiple of 16. The mask of the first part ends
 at a multiple of VECTOR elements, so the compiler knows that neighbours are masked alike. The compiler
@@ -142,7 +142,8 @@ def in_triton(value: Any) -> Any:
 def locate(chunks, rows, ADDRESSES: tl.constexpr, BLOCK: tl.constexpr):
     """Return the table row of this program's tensor, and its chunk's start and length.
 
-    See `amp.kernels.tables.Launch` for the tables. ADDRESSES: how many addresses a row begins with.
+    See `amp.kernels.launch_plans.Launch` for the tables. ADDRESSES: how many addresses a row begins
+    with.
     """
     program = tl.program_id(0)
     row = rows + tl.load(chunks + 2 * program) * (ADDRESSES + 2)

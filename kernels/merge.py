@@ -32,7 +32,7 @@ from amp.kernels import cpu_loop
 from amp.kernels.backend import requested
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, narrow, report, tl, widened
-from amp.kernels.tables import (
+from amp.kernels.launch_plans import (
     UnsupportedTensorError,
     are_flat,
     flag_on,

@@ -23,11 +23,11 @@ from amp.kernels.cpu_loop import plan_loop, suits_loop
 from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import plain
+from amp.kernels.launch_plans import are_flat
 from amp.kernels.merge import merged
 from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
 from amp.kernels.rule import Formula, Origin, Prepared, Single, StepArguments, Streams
 from amp.kernels.split import decode, encode
-from amp.kernels.tables import are_flat
 
 LARGE = 2**16
 """The number of elements from which a tensor is not gathered with others."""

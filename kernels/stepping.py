@@ -55,12 +55,12 @@ from amp.kernels.language import (
     pointers_to,
     tl,
 )
+from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.merge import merged_block
 from amp.kernels.packing import NEAREST, bfloat16_bits, inverse, mixed, packed, unpacked
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, StepArguments, UpdateRule, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
-from amp.kernels.tables import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.tensor_lists import dense
 
 BLOCK = 2048

@@ -24,7 +24,7 @@ from amp.kernels.elementwise import Elementwise
 from amp.kernels.foreach import copies
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
-from amp.kernels.tables import BadSteps, flag_on, merge_flag, to_device
+from amp.kernels.launch_plans import BadSteps, flag_on, merge_flag, to_device
 from amp.kernels.tensor_lists import are_same
 
 BLOCK = 8192

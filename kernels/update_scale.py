@@ -28,7 +28,7 @@ from torch import Tensor
 from amp.kernels.backend import has_float64, uses_triton
 from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import jit, launch, load_all, tl
-from amp.kernels.tables import numbers_on
+from amp.kernels.launch_plans import numbers_on
 
 
 def widest(tensor: Tensor) -> Tensor:

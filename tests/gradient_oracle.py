@@ -205,8 +205,13 @@ class Optimizer:
         self.cleared, self.is_assigned, self.is_held = [], False, None
         self.used = len(self.verdicts)
 
-    def settle(self, overflow: bool | None) -> None:
-        """Add newest to the totals: the block is left."""
+    def settle(self, overflow: bool | None, is_in_place: bool) -> None:
+        """Add newest to the totals: the block is left.
+
+        Args:
+            overflow: what the check has found, if there was one.
+            is_in_place: whether backward has added to the totals, so that the check was one of sums.
+        """
         totals = [each.total for each in self.gradients.values() if each.total is not None]
         are_finite = all(bool(total.isfinite().all()) for total in totals)  # zeros may be written
         new = [gradient for gradient in self.masters() if gradient.newest is not None]
@@ -216,7 +221,8 @@ class Optimizer:
         for gradient in self.gradients.values():
             gradient.total, gradient.newest = total_of(gradient.total, gradient.newest), None
         if overflow is not None:
-            still = [not are_finite for was_overflow in self.verdicts[: self.used] if was_overflow]
+            is_bad = not (are_finite or is_in_place)
+            still = [is_bad for was_overflow in self.verdicts[: self.used] if was_overflow]
             self.verdicts = [*still, *self.verdicts[self.used :], overflow]
             self.used = len(still)
         self.open = self.delayed = None
@@ -268,7 +274,7 @@ class Block:
             self.scale.found_inf |= not all(gradient.isfinite().all() for gradient in newest)
             overflow = self.scale.found_inf
         for optimizer in optimizers:
-            optimizer.settle(overflow)
+            optimizer.settle(overflow, not optimizer.sets_aside(self))
         if update:
             self.scale.update()
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import amp
 from amp import distributed, kernels
-from amp.kernels import l2norm, tables, update_scale
+from amp.kernels import l2norm, launch_plans, update_scale
 from amp.masters import grads as masters_grads
 from amp.optimizers import FusedAdam
 from tests.levels import WITH_MASTERS
@@ -169,11 +169,11 @@ class Model(nn.Module):
 @pytest.fixture
 def launches_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the way of a GPU, and leave out what the GPU would do."""
-    for module in (l2norm, tables, update_scale):
+    for module in (l2norm, launch_plans, update_scale):
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
-    for module in (tables, update_scale):
+    for module in (launch_plans, update_scale):
         monkeypatch.setattr(module, "uses_triton", lambda device, backend=None: True)
-    monkeypatch.setattr(tables, "_plans", {})
+    monkeypatch.setattr(launch_plans, "_plans", {})
 
 
 def count(level: str, optimizer_class: Any, blocks: int) -> Questions:

@@ -29,11 +29,11 @@ from amp.casting.regions import disable_casts
 from amp.distributed import is_sharded
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.fp8 import AnyGranularity, Fp4Granularity, Granularity, Operand, Quantized
+from amp.kernels.launch_plans import stream_of
 from amp.kernels.philox import Draw
 from amp.kernels.quantize import quantize
 from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import scaled_mm
-from amp.kernels.tables import stream_of
 from amp.profiles.fp8_recipe import FP4, GRANULARITIES, Fp8Recipe
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

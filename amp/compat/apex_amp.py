@@ -55,7 +55,7 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
             optimizer._amp_stash = Stash(optimizer)
             optimizer._lazy_init_maybe_master_weights = _nothing
             optimizer._amp_lazy_init = _nothing
-            optimizer._master_params_to_model_params = attached.gradients.look
+            optimizer._master_params_to_model_params = attached.gradients.reconcile
     return result
 
 

@@ -304,7 +304,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
             own.set_scale(of_scaler.scale)
         for master, values in zip(self.all_fp32_from_fp16_params, saved, strict=True):
             without_grad(master.copy_)(values)
-        self._attached.gradients.look()
+        self._attached.gradients.reconcile()
 
     def __getstate__(self) -> dict[str, Any]:
         raise AmpRuntimeError("an FP16_Optimizer is saved by state_dict(), not by pickling")

@@ -103,7 +103,7 @@ class LateOptimizers:
         device.
         """
         for attached in filter(None, map(AttachedOptimizer.of, self.optimizers)):
-            attached.gradients.look("forward")
+            attached.gradients.reconcile("forward")
 
     def running(self) -> Session:
         """Return the open session.

@@ -282,7 +282,7 @@ def _toggle(optimizers: Sequence[Any], original: Callable[..., Any], *args: Any,
     """Freeze and unfreeze the weights like their masters."""
     original(*args, **kwargs)
     for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
-        attached.gradients.look("forward")
+        attached.gradients.reconcile("forward")
 
 
 def _pairs(callback: Any, module: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:

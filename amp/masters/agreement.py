@@ -85,7 +85,7 @@ class Pairs:
 
     # The look.
 
-    def look(self, at_grads: bool = True) -> list[Callable[[Pairs], None]]:
+    def differences(self, at_grads: bool = True) -> list[Callable[[Pairs], None]]:
         """Return what to do about all that differs since both sides last agreed. Nothing is changed.
 
         Args:
@@ -118,7 +118,7 @@ class Pairs:
             found.append(Pairs.write_changed)
         return found
 
-    def agree(self, found: Iterable[Callable[[Pairs], None]]) -> None:
+    def resolve(self, found: Iterable[Callable[[Pairs], None]]) -> None:
         """Do what a look has found."""
         for act in found:
             act(self)
@@ -147,7 +147,7 @@ class Pairs:
         for pair, values in zip(cast, given, strict=True):
             set_values(pair.parameter, values.to(pair.dtype))
             _untraced(pair.parameter).copy_(local(load(pair, values)))
-            pair.note()
+            pair.note_agreement()
 
     def follow_requires_grad(self) -> None:
         """Freeze and unfreeze both as other code has frozen or unfrozen one."""
@@ -200,7 +200,7 @@ class Pairs:
                 sources[i] = _unless_written(sources[i], targets[i], pair.given)
         kernels.master_copy.master_copy(sources, targets)
         for pair in quiet:
-            pair.note()
+            pair.note_agreement()
 
     # Values.
 
@@ -257,22 +257,22 @@ class Pairs:
         chosen = self.pairs if pairs is None else pairs
         if not self._are_whole:
             split([pair for pair in chosen if pair.is_joined])
-            self.note()
+            self.note_agreement()
             return
         if chosen is self.pairs:
             kernels.master_copy.master_copy(self.masters, self.models)
-            self.note()
+            self.note_agreement()
         elif chosen:
             masters, models = [pair.master for pair in chosen], [pair.parameter for pair in chosen]
             kernels.master_copy.master_copy(masters, models)
             for pair in chosen:
-                pair.note()
+                pair.note_agreement()
 
-    def note(self) -> None:
+    def note_agreement(self) -> None:
         """Note that masters and parameters agree now."""
         if not (self._are_whole and self.are_plain):
             for pair in self.pairs:
-                pair.note()
+                pair.note_agreement()
             return
         now = zip(map(_version, self.masters), map(Tensor.data_ptr, self.masters), strict=True)
         for pair, (pair.version, pair.address) in zip(self.pairs, now, strict=True):
@@ -407,12 +407,12 @@ def merge_joined(pair: Pair) -> None:
 def clear_low(pair: Pair) -> None:
     """Clear the low bits of a lean pair where other code has written the weights, and of zeros."""
     if pair.is_joined:
-        pair.note()
+        pair.note_agreement()
         return  # both halves are written when it is split
     weights, low = local(pair.parameter), local(pair.low)  # type: ignore[arg-type]
     high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
     low.copy_(torch.where((high == weights) & (weights != 0), low, 0))
-    pair.note()
+    pair.note_agreement()
 
 
 def split(pairs: Sequence[Pair]) -> None:

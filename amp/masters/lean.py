@@ -58,7 +58,7 @@ class LeanMasterWeights(MasterWeights):
         return followed_by(run, lambda: setattr(optimizer, "param_groups", groups))
 
     @contextmanager
-    def as_float32(self, masters: Iterable[Tensor], in_method: bool = False) -> Iterator[None]:
+    def as_float32(self, masters: Iterable[Tensor], may_write: bool = False) -> Iterator[None]:
         """Let masters hold FP32 values inside the block, and split them at its end. No host sync."""
         found = filter(None, map(self.pair, masters))
         split = [pair for pair in found if not pair.is_joined]
@@ -67,7 +67,7 @@ class LeanMasterWeights(MasterWeights):
                 self._join(split)
                 yield
             finally:
-                if in_method:
+                if may_write:
                     self._merge(split)
                 self._split(split)
         finally:
@@ -91,7 +91,7 @@ class LeanMasterWeights(MasterWeights):
         kernels.split.join(parameters, _lows(pairs), masters)
         for pair in pairs:
             pair.is_joined = True
-            pair.note()
+            pair.note_agreement()
         self._joined.update(dict.fromkeys(pairs))
 
     def _merge(self, pairs: Iterable[Pair]) -> None:
@@ -107,7 +107,7 @@ class LeanMasterWeights(MasterWeights):
         for pair in joined:
             pair.is_joined = False  # first: from here on the halves are valid
             self._joined.pop(pair, None)
-            pair.note()
+            pair.note_agreement()
             set_values(pair.master, _placeholder(pair.parameter))
 
     def split_joined(self) -> None:
@@ -128,7 +128,7 @@ class LeanMasterWeights(MasterWeights):
 
     def merged(self, pair: Pair) -> Tensor:
         """Return a master's values, float32: its upper half is what was written to its parameter."""
-        self.agree([pair])
+        self.reconcile([pair])
         return self.values(pair)
 
     def to_save(self, pair: Pair, state_dict: Any) -> Tensor:

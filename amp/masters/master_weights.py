@@ -146,7 +146,7 @@ class MasterWeights:
         parameter, dtype = pair.parameter, pair.dtype_before
         if dtype is not None and parameter.dtype is pair.dtype and dtype is not pair.dtype:
             one = Pairs([pair])
-            one.agree(one.look(at_grads=False))
+            one.resolve(one.differences(at_grads=False))
             one.merge()
             data = self.memory.cast(parameter, dtype, self.values(pair))
             Contents.cast(parameter, dtype, data).put_into(parameter)
@@ -165,12 +165,12 @@ class MasterWeights:
         return step()
 
     @contextmanager
-    def as_float32(self, masters: Iterable[Tensor], in_method: bool = False) -> Iterator[None]:
+    def as_float32(self, masters: Iterable[Tensor], may_write: bool = False) -> Iterator[None]:
         """Let masters hold FP32 values inside the block. No host sync.
 
         Args:
             masters: the masters.
-            in_method: whether other code runs in the block, which may write to parameters too.
+            may_write: whether other code runs in the block, which may write to parameters too.
         """
         yield
 
@@ -199,7 +199,7 @@ class MasterWeights:
         The result is in new memory, and the master stays as it is: an average that is written to the
         model is often taken back.
         """
-        self.agree([pair])
+        self.reconcile([pair])
         parameter = pair.parameter
         if self.are_ahead or parameter.is_meta or has_no_memory(local(parameter)):
             return self.values(pair)
@@ -219,7 +219,7 @@ class MasterWeights:
         known, do_differ = self._saving
         if known() is not state_dict:
             every = {id(x): x for x in self._pair_of.values()}
-            self.agree(list(every.values()))
+            self.reconcile(list(every.values()))
             do_differ = not self.are_ahead and Pairs(every.values()).differ()
             of = weakref.ref(state_dict) if isinstance(state_dict, OrderedDict) else _nothing
             self._saving = of, do_differ
@@ -233,11 +233,11 @@ class MasterWeights:
         """Note that a state dict is complete: the same object may be filled a second time."""
         self._saving = _nothing, False
 
-    def agree(self, pairs: Sequence[Pair]) -> None:
+    def reconcile(self, pairs: Sequence[Pair]) -> None:
         """Let both sides of some pairs agree, unless a step has them. No host sync."""
         if not self.are_ahead:
             some = Pairs(pairs)
-            some.agree(some.look(at_grads=False))
+            some.resolve(some.differences(at_grads=False))
 
     def load(self, pair: Pair, values: Tensor) -> Tensor:
         """Set a master's values, and return the values that its parameter must then hold."""

@@ -98,11 +98,11 @@ class Pair:
         self.is_joined = False
         self.trains = master.requires_grad
         self.grad = master.grad
-        self.note()
+        self.note_agreement()
         if isinstance(master, Master):
             master._pair = weakref.ref(self)
 
-    def note(self) -> None:
+    def note_agreement(self) -> None:
         """Note that the parameter has the values of its rounded master."""
         is_split = self.low is not None and not self.is_joined
         values = local(self.parameter if is_split else self.master)

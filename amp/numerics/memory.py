@@ -318,7 +318,7 @@ def _state_of(optimizer: Any) -> tuple[str, StateSize]:
 def _extra_moments(optimizer: Any, state: StateSize) -> dict[int, int]:
     """Return, by parameter id, how many moments the options of a parameter's group add."""
     binding = AttachedOptimizer.of(optimizer)
-    groups = None if binding is None else binding.gradients.look()
+    groups = None if binding is None else binding.gradients.reconcile()
     model_of = dict(zip(map(id, groups.masters), groups.models, strict=True)) if groups else {}
     return {
         id(model_of.get(id(parameter), parameter)): sum(bool(group.get(key)) for key in state.adding)

@@ -21,7 +21,7 @@ from amp.kernels import (
     unscale,
     update_scale,
 )
-from amp.kernels.tables import BadSteps
+from amp.kernels.launch_plans import BadSteps
 from amp.selftest.check_registry import (
     CHECKS,
     Check,

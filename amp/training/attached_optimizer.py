@@ -112,7 +112,7 @@ class AttachedOptimizer:
         for group in self.optimizer.param_groups:
             self._adopt(group, before)
         self.share_state()
-        self.gradients.look()
+        self.gradients.reconcile()
         for name, method in (
             ("step", self.step),
             ("zero_grad", self._zero_grad),
@@ -146,20 +146,20 @@ class AttachedOptimizer:
         if self.step.is_running or not self.gradients.groups.masters:
             return method(*args, **kwargs)
         with masters.lock:
-            pairs = self.look_at_masters().pairs
+            pairs = self.reconcile_masters().pairs
             before = masters.are_ahead
             try:
                 masters.are_ahead = True
-                with masters.as_float32(pairs.masters, in_method=True):
+                with masters.as_float32(pairs.masters, may_write=True):
                     return method(*args, **kwargs)
             finally:
                 masters.are_ahead = before
-                self.gradients.look()
+                self.gradients.reconcile()
 
-    def look_at_masters(self) -> Groups:
+    def reconcile_masters(self) -> Groups:
         """Let masters and model agree, in values too, before masters are read. No host sync."""
         with self.masters.lock:
-            groups = self.gradients.look()
+            groups = self.gradients.reconcile()
             groups.pairs.merge()
         return groups
 
@@ -222,7 +222,7 @@ class AttachedOptimizer:
 
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
-        self.gradients.look()
+        self.gradients.reconcile()
         self.check.note_names(self.parameters)
 
     def remember_state(self) -> Callable[[], None]:
@@ -296,7 +296,7 @@ class AttachedOptimizer:
             params = group["params"]
             if not isinstance(params, (Tensor, set)):
                 params = group["params"] = list(params)
-            stepped = set(map(id, self.gradients.look().stepped))
+            stepped = set(map(id, self.gradients.reconcile().stepped))
             for entry in [params] if isinstance(params, Tensor) else params:
                 parameter = entry[1] if isinstance(entry, tuple) else entry
                 if id(self.masters.master(parameter)) in stepped:

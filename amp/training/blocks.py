@@ -80,7 +80,7 @@ class Block:
         try:
             for each in attached:
                 if not each.gradients.groups.are_current(each.optimizer):
-                    each.gradients.look("block")
+                    each.gradients.reconcile("block")
                 each.gradients.open_block = self
             yield loss.float() if loss.dtype in LOW_PRECISION else loss
             if watch is not None:
@@ -253,7 +253,7 @@ class Block:
         norm = next((each.norms.total for each in deferred if each.norms is not None), None)
         verdict = scaler.verdict() if checked else None
         for gradients in together:
-            gradients.settle(verdict if gradients in checked else None)
+            gradients.leave(verdict if gradients in checked else None)
         if update and (checked or not scaler.config.is_identity):
             scaler.update(norm)
 

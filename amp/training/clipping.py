@@ -95,7 +95,7 @@ def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
             _warn_in_block(gradients, name)
             continue
         gradients.finish_delayed()
-        gradients.look()
+        gradients.reconcile()
         master_of |= zip(map(id, groups.models), groups.masters, strict=True)
     return [master_of.get(id(parameter), parameter) for parameter in parameters]
 

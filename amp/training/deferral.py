@@ -31,7 +31,7 @@ from amp.training.new_gradients import NewGradients
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
-    from amp.kernels.tables import BadSteps
+    from amp.kernels.launch_plans import BadSteps
 
 _INTERNALS: Any = torch._C  # whose private functions have no types
 
@@ -322,7 +322,7 @@ class Deferral:
         count = sum([pair.grad is not None for pair in pairs.pairs])
         return count == len(known) and are_same(known, self._shown.grads)
 
-    def settle(self, pairs: Pairs) -> None:
+    def unscale(self, pairs: Pairs) -> None:
         """Put unscaled gradients in the place of deferred ones. No host sync."""
         if self.deferred is None or self._shown is None:
             return
@@ -351,7 +351,7 @@ class Deferral:
         if self.deferred is not None:
             if not self.deferred.unscaling.is_done:
                 return self.deferred
-            self.settle(pairs)
+            self.unscale(pairs)
         grads = grads_of(pairs.masters)
         of = pairs.only([grad is not None for grad in grads])
         there = [local(grad) for grad in grads if grad is not None]

@@ -66,7 +66,7 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
 from amp.training.deferral import Deferral, Deferred
 from amp.training.group_contents import Groups
-from amp.training.hiding import hide_gradients_from_dynamo
+from amp.training.hidden_gradients import register_with_dynamo
 from amp.training.new_gradients import Logs, NewGradients
 from amp.training.parameter_check import ParameterCheck
 from amp.training.scaler import ScaleSnapshot
@@ -139,7 +139,7 @@ class Gradients:
 
     # What other code has done.
 
-    def look(self, event: Literal["forward", "block", "step", "look"] = "look") -> Groups:
+    def reconcile(self, event: Literal["forward", "block", "step", "read"] = "read") -> Groups:
         """Let parameters and masters agree in all but values, and return what the groups hold now.
 
         Args:
@@ -161,13 +161,13 @@ class Gradients:
             self.show()
         if not pairs.are_plain and event != "forward":
             place_gradients(pairs.models)
-        found = pairs.look(HAS_GRAD_DTYPE and not self.are_hidden)
+        found = pairs.differences(HAS_GRAD_DTYPE and not self.are_hidden)
         if found:
             if event == "block" and not self._has_looked and pairs.were_written():
                 self._check.forward_has_missed_masters()
-            pairs.agree(found)
+            pairs.resolve(found)
             if not (self.are_hidden or self.deferral.is_complete(pairs)):
-                self.deferral.settle(pairs)
+                self.deferral.unscale(pairs)
         self._has_looked = event == "forward" or (self._has_looked and event != "step")
         return groups
 
@@ -179,7 +179,7 @@ class Gradients:
         """
         groups = self.groups.now(self._optimizer, self._masters)
         if groups is not self.groups:
-            self.deferral.settle(self.groups.pairs)
+            self.deferral.unscale(self.groups.pairs)
             self.groups = groups
         return groups
 
@@ -192,7 +192,7 @@ class Gradients:
             AmpRuntimeError: outside of a block, and a master has a gradient already.
         """
         pairs, in_block = self.groups.pairs, self.open_block is not None
-        if self.were_stepped and not in_block and event != "look":  # a wrapper may read them
+        if self.were_stepped and not in_block and event != "read":  # a wrapper may read them
             self.were_stepped = False
             store_grads([pair.master for pair in pairs.pairs if not pair.is_shared])
             self.deferral.forget()
@@ -212,7 +212,7 @@ class Gradients:
                 "amp.master_params(optimizer) yields, call optimizer.zero_grad() before, or call "
                 "backward in an amp.scale_loss block"
             )
-        self.deferral.settle(pairs)
+        self.deferral.unscale(pairs)
         unscaling.add_to_masters(some)
 
     def hide(self) -> bool:
@@ -224,7 +224,7 @@ class Gradients:
         pairs = self.groups.pairs
         pairs.follow_grads()
         if not self.deferral.is_complete(pairs):
-            self.deferral.settle(pairs)
+            self.deferral.unscale(pairs)
         self.are_hidden = True
         pairs.hide()
         return True
@@ -236,7 +236,7 @@ class Gradients:
         pairs = self.groups.pairs
         there = [model.grad is not None for model in pairs.models]
         if any(there):
-            self.deferral.settle(pairs)
+            self.deferral.unscale(pairs)
             unscaling.add_to_masters(pairs.only(there))
         self._show()
 
@@ -248,7 +248,7 @@ class Gradients:
 
     def prepare_to_enter(self) -> None:
         """Take over what other code has done since the last block."""
-        groups = self.look("block")
+        groups = self.reconcile("block")
         if self.delayed is None:
             self.were_stepped = False
             if self.verdicts.of_cleared:
@@ -361,8 +361,8 @@ class Gradients:
             inv_scale = None if is_one else scale.inv_scale
             self.deferral.defer(new, inv_scale, found_inf, logs.of_masters)
         elif self.deferral.deferred is not None:
-            self.deferral.settle(self.groups.pairs)
-        if is_one and not new.will_be_deferred:
+            self.deferral.unscale(self.groups.pairs)
+        if is_one and not new.will_be_deferred and new.grads:
             unscaling.add_to_masters(new.of_masters)
         if is_one:
             self._add_aside()
@@ -394,14 +394,14 @@ class Gradients:
                 unscaling.add_grad(parameter, new)
         self._aside = []
 
-    def settle(self, verdict: Verdict | None) -> None:
+    def leave(self, verdict: Verdict | None) -> None:
         """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or DEFERRED.
 
         `verdict` is what the check found, if there was one.
         """
         self._show()
         if "torch._dynamo.callback" in sys.modules:
-            hide_gradients_from_dynamo()
+            register_with_dynamo()
         self.verdicts.add(verdict, grads_of(self.groups.unmastered), self.left)
         self.left = None
         self.open_block = self.delayed = None
@@ -439,7 +439,7 @@ class Gradients:
                 "backward."
             )
         pairs = self.groups.pairs
-        self.deferral.settle(pairs)
+        self.deferral.unscale(pairs)
         unscaling.add_to_masters(pairs.only([model.grad is not None for model in pairs.models]))
         self._add_aside()
 
@@ -451,11 +451,11 @@ class Gradients:
         if HAS_GRAD_DTYPE:
             pairs.follow_grads()
         pairs.follow_requires_grad()
-        self.deferral.settle(pairs)
+        self.deferral.unscale(pairs)
 
     def unscale_deferred(self) -> None:
         """Put unscaled gradients in the place of deferred ones. No host sync."""
-        self.deferral.settle(self.groups.pairs)
+        self.deferral.unscale(self.groups.pairs)
 
     def for_step(self) -> Deferred:
         """Return the gradients of masters for an optimizer that unscales them itself."""
@@ -496,7 +496,7 @@ class Gradients:
 
     def prepare_to_write_zeros(self) -> None:
         """Put all gradients where backward puts them, for `zero_grad(set_to_none=False)`."""
-        self.deferral.settle(self.groups.pairs)
+        self.deferral.unscale(self.groups.pairs)
         for parameter, total in self._aside:
             if parameter.grad is None:
                 parameter.grad = total

@@ -176,8 +176,8 @@ def watch_block(session: Any, block: Any, attached: Sequence[Any]) -> BlockWatch
         misuse.was_in_block = True
         if not misuse.has_stepped:
             groups = misuse.attached.gradients.groups
-            misuse.attached.check.wrappers(groups.models)
-            misuse.attached.check.hooks(groups.masters)
+            misuse.attached.check.refuse_fsdp1(groups.models)
+            misuse.attached.check.warn_of_hooks(groups.masters)
     return BlockWatch(session, block, attached, [each for each in watched if not each.has_stepped])
 
 

@@ -21,7 +21,7 @@ from amp.training.parameter_check import ParameterCheck
 from amp.training.scaler import LossScaler
 
 if TYPE_CHECKING:
-    from amp.kernels.tables import BadSteps
+    from amp.kernels.launch_plans import BadSteps
 
 
 _DTYPE = operator.attrgetter("dtype")

@@ -56,7 +56,7 @@ class ParameterCheck:
             names.setdefault(id(parameter), name)
         return [names.get(id(p)) or f"a parameter of shape {tuple(p.shape)}" for p in parameters]
 
-    def wrappers(self, parameters: Iterable[Tensor]) -> None:
+    def refuse_fsdp1(self, parameters: Iterable[Tensor]) -> None:
         """Raise AmpRuntimeError if FullyShardedDataParallel holds parameters that have masters."""
         if any(map(is_of_fsdp1, parameters)):
             raise AmpRuntimeError(
@@ -66,7 +66,7 @@ class ParameterCheck:
                 f"opt_level={levels_with('patch_torch_functions')}"
             )
 
-    def hooks(self, masters: Iterable[Tensor]) -> None:
+    def warn_of_hooks(self, masters: Iterable[Tensor]) -> None:
         """Warn if a master has a hook, which no backward runs."""
         hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
         if any(getattr(master, name) for master in masters for name in hooks):
@@ -112,7 +112,7 @@ class ParameterCheck:
                 "model.parameters(), or choose a level without masters, such as 'O1' or 'O4'"
             )
 
-    def names(self) -> None:
+    def check_not_replaced(self) -> None:
         """Raise AmpRuntimeError if a model has replaced one of these by a parameter with a gradient.
 
         `fully_shard` and `parallelize_module` replace parameters. So does FSDP2 during a forward, but

@@ -37,7 +37,7 @@ from amp.training.recorder import (
 from amp.training.verdicts import Verdict
 
 if TYPE_CHECKING:
-    from amp.kernels.tables import BadSteps
+    from amp.kernels.launch_plans import BadSteps
 
 
 LARGEST_STATE_COUNT = 2**24
@@ -261,7 +261,7 @@ class LossScaler:
 
     def _advance(self) -> None:
         config = self.config
-        self.version += config.dynamic  # a static scale stays the same
+        self.version += 1
         kernels.update_scale.update_scale(
             self._state,
             growth_factor=config.growth_factor if config.dynamic else 1.0,
@@ -281,7 +281,7 @@ class LossScaler:
             names: returns the names of parameters.
         """
         entries = self.recorder.log_entries(parameters, names)
-        bad_steps: BadSteps = kernels.tables.BadSteps(entries, self._updates_on_device)
+        bad_steps: BadSteps = kernels.launch_plans.BadSteps(entries, self._updates_on_device)
         return bad_steps
 
     def loss_scale(self) -> float:

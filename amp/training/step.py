@@ -1,10 +1,10 @@
 """The step of one optimizer in a session: look, decide, merge, step or skip, write back.
 
-| way              | the optimizer                          | gradients         | who writes the model |
-|------------------|----------------------------------------|-------------------|----------------------|
-| `_step_fused`    | declares `_step_takes_scaled_grads`    | deferred          | the optimizer        |
-| `_step_unscaled` | any other                              | in `.grad`        | the session          |
-| `ClosureStep`    | is given a closure                     | in `.grad`        | the session          |
+| way                 | the optimizer                       | gradients  | who writes the model |
+|---------------------|-------------------------------------|------------|----------------------|
+| `_step_fused`       | declares `_step_takes_scaled_grads` | deferred   | the optimizer        |
+| `_step_unscaled`    | any other                           | in `.grad` | the session          |
+| `_run_with_closure` | is given a closure                  | in `.grad` | the session          |
 
 `amp.training.verdicts` decides who skips a step after an overflow.
 """
@@ -34,7 +34,7 @@ from amp.training.deferral import Deferred
 from amp.training.gradients import Gradients
 from amp.training.group_contents import Groups
 from amp.training.step_inputs import StepInputs
-from amp.training.unattached import unattached
+from amp.training.unattached_optimizers import unattached
 from amp.training.verdicts import SKIP, Capabilities, Verdict, decide, note_step
 
 _grad = operator.attrgetter("grad")
@@ -105,7 +105,7 @@ class OptimizerStep:
             before = masters.are_ahead
             try:
                 masters.are_ahead = self.is_running = True
-                gradients.look("step")
+                gradients.reconcile("step")
                 if gradients.open_block is not None:
                     gradients.take_for_step_in_block()
                 if closure is not None:
@@ -125,7 +125,7 @@ class OptimizerStep:
         if gradients.delayed is not None:
             gradients.finish_delayed()
         if misuse is not None or gradients.are_none():
-            attached.check.names()
+            attached.check.check_not_replaced()
         before = None if misuse is None else misuse.step_begins()
         self.verdicts = gradients.verdicts_for_step()
         self._is_to_end, self._unwritten = False, None
@@ -167,13 +167,13 @@ class OptimizerStep:
         try:
             self._optimizer.scaled_grads = inputs
             with disable_casts():
-                result = self._with_hooks(step, None, pairs.note)
+                result = self._with_hooks(step, None, pairs.note_agreement)
             has_returned = True
         finally:
             if has_returned or inputs.changes.are_made:  # a hook may raise after the step
                 self._is_to_end = True
                 if not _has_hooks_after(self._optimizer):
-                    pairs.note()
+                    pairs.note_agreement()
         if _has_hooks_after(self._optimizer):
             pairs.write_changed()
         return result
@@ -223,7 +223,7 @@ class OptimizerStep:
         of_all = [x for x in _global_optimizer_pre_hooks.values() if x is not unattached]
 
         def before(*_: object) -> None:
-            self._gradients.look()
+            self._gradients.reconcile()
             if merge is not None:
                 merge()
 
@@ -259,17 +259,14 @@ class OptimizerStep:
     ) -> Any:
         attached, misuse = self._attached(), self._attached().misuse
         pairs = self._unwritten = self._gradients.groups.pairs
-
-        def step_with_hooks(evaluate: Callable[[], Any]) -> Any:
-            own = functools.partial(step, evaluate, *args, **kwargs)
+        evaluate = functools.partial(self._evaluate, closure, same_casts())
+        own = functools.partial(step, evaluate, *args, **kwargs)
+        with disable_casts(), self._masters.as_float32(pairs.masters, may_write=True):
             result = self._with_hooks(own, pairs.merge, self._write)
             self._write()
-            return result
-
-        result = ClosureStep(attached, closure, self._learn).run(step_with_hooks)
         if _has_hooks_after(self._optimizer):
             pairs.write_changed()
-        attached.check.names()
+        attached.check.check_not_replaced()
         self.verdicts = []
         self._tell_end()
         self._gradients.end_step()
@@ -279,6 +276,30 @@ class OptimizerStep:
             if misuse.is_over:
                 attached.misuse = None
         return result
+
+    def _evaluate(self, closure: Callable[[], Any], as_around_the_step: Any) -> Any:
+        """Evaluate the model on what masters are now; after an overflow again, at the lowered scale."""
+        gradients = self._gradients
+        pairs = gradients.groups.pairs
+        pairs.write_back(pairs.trained())
+        forget_casts()  # of the weights of the last evaluation
+        with as_around_the_step():
+            for _ in range(_CLOSURE_TRIES):
+                loss = closure()
+                gradients.finish_delayed()
+                gradients.reconcile()
+                gradients.groups.pairs.merge()
+                gradients.unscale_deferred()
+                verdicts = gradients.verdicts.take()
+                overflowed = any(verdict.overflowed for verdict in verdicts)
+                self._learn(verdicts)
+                if not overflowed:
+                    return loss
+                gradients.clear()
+        raise AmpRuntimeError(
+            f"the gradients of the closure overflowed {_CLOSURE_TRIES} times, down to the lowest "
+            "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
+        )
 
     # After each step.
 
@@ -303,59 +324,6 @@ class OptimizerStep:
         for scaler in {verdict.scaler: None for verdict in verdicts}:
             if scaler.recorder.states.underway:
                 self._attached().owner.learn(scaler)
-
-
-class ClosureStep:
-    """A step of an optimizer that evaluates the model any number of times, on weights that it sets.
-
-    After an overflow the closure is evaluated again, at the lowered scale, and the step is not skipped.
-
-    Args:
-        attached: the `AttachedOptimizer`.
-        closure: evaluates the model, in blocks of its own.
-        learn: tells observers what the host has learnt of scalers.
-    """
-
-    def __init__(
-        self,
-        attached: Any,
-        closure: Callable[[], Any],
-        learn: Callable[[Sequence[Verdict]], None],
-    ) -> None:
-        self._gradients: Gradients = attached.gradients
-        self._masters: MasterWeights = attached.masters
-        self._closure, self._learn = closure, learn
-        self._as_around_the_step = same_casts()
-
-    def run(self, step: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Call the optimizer's own step with the closure, which `step` is given."""
-        pairs = self._gradients.groups.pairs
-        pairs.merge()
-        with disable_casts(), self._masters.as_float32(pairs.masters):
-            return step(self._evaluate)
-
-    def _evaluate(self) -> Any:
-        gradients = self._gradients
-        pairs = gradients.groups.pairs
-        pairs.write_back(pairs.trained())
-        forget_casts()  # of the weights of the last evaluation
-        with self._as_around_the_step():
-            for _ in range(_CLOSURE_TRIES):
-                loss = self._closure()
-                gradients.finish_delayed()
-                gradients.look()
-                gradients.groups.pairs.merge()
-                gradients.unscale_deferred()
-                verdicts = gradients.verdicts.take()
-                overflowed = any(verdict.overflowed for verdict in verdicts)
-                self._learn(verdicts)
-                if not overflowed:
-                    return loss
-                gradients.clear()
-        raise AmpRuntimeError(
-            f"the gradients of the closure overflowed {_CLOSURE_TRIES} times, down to the lowest "
-            "loss scale: they are inf or nan without scaling too. Look at the loss and the data."
-        )
 
 
 def _has_hooks_after(optimizer: Any) -> bool:

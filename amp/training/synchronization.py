@@ -24,7 +24,7 @@ from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError
 from amp.patching import Patch
 from amp.profiles.properties import Properties
-from amp.training.hiding import hide_in_backward
+from amp.training.hidden_gradients import hide_in_backward
 from amp.undo import Undo
 
 

@@ -31,7 +31,7 @@ from amp.masters.agreement import Pairs
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
-    from amp.kernels.tables import BadSteps
+    from amp.kernels.launch_plans import BadSteps
 
 
 class Move(NamedTuple):

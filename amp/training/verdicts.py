@@ -60,7 +60,8 @@ def joined(verdicts: Iterable[Verdict]) -> list[Verdict]:
     """Return one verdict for each scaler: an overflow if any of its verdicts is one. No host sync."""
     found: dict[LossScaler, list[Tensor]] = {}
     for verdict in verdicts:
-        found.setdefault(verdict.scaler, []).append(verdict.found_inf)
+        each = found.setdefault(verdict.scaler, [])
+        each.append(verdict.found_inf.to(each[0].device) if each else verdict.found_inf)
     return [Verdict(scaler, torch.stack(each).amax(dim=0)) for scaler, each in found.items()]
 
 

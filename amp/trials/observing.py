@@ -253,7 +253,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         """Note the gradients of this step, after unscaling and clipping, and the weights."""
         attached = log.attached
         attached.gradients.finish_delayed()
-        attached.gradients.look()
+        attached.gradients.reconcile()
         trained = list(_trained(attached))
         if log.steps == 0:
             self._add_memory("gradients", size_of(grad for _, grad in trained))
@@ -275,7 +275,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             elif log.attached.gradients.state is not State.OPEN:
                 with self._clock.stopped():
                     log.attached.gradients.finish_delayed()
-                    log.attached.gradients.look()
+                    log.attached.gradients.reconcile()
                     self._note_gradients(log)
             evaluated = True
             return result

@@ -28,7 +28,7 @@ from bench_kernels import setting, table
 from bench_step import Shapes, Weights, with_amp, with_grad_scaler
 
 import amp
-from amp.kernels import tables, update_scale
+from amp.kernels import launch_plans, update_scale
 from amp.kernels.language import triton
 from amp.optimizers import FusedAdam
 from tests.nodevice import NoDevice
@@ -105,7 +105,7 @@ def with_zero_grad(level: str, sharded: bool) -> Callable[[], None]:
 def pretend_a_gpu() -> None:
     """Let Triton launch to a driver that starts nothing."""
     triton.runtime.driver.set_active(NoDevice())
-    for module in (tables, update_scale):
+    for module in (launch_plans, update_scale):
         module.uses_triton = lambda device, backend=None: True
 
 

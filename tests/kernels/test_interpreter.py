@@ -25,7 +25,7 @@ FILES = {
         "kernels/test_quantize.py": 70,
         "kernels/test_split.py": 5,
         "kernels/test_stepping.py": 30,
-        "kernels/test_tables.py": 18,
+        "kernels/test_launch_plans.py": 18,
     },
     "training": {
         "test_bad_steps.py": 8,

@@ -20,6 +20,7 @@ from amp.kernels import (
     l2norm,
     lamb,
     language,
+    launch_plans,
     master_copy,
     merge,
     quantize,
@@ -27,7 +28,6 @@ from amp.kernels import (
     quantize_tiles,
     split,
     stepping,
-    tables,
     unscale,
     update_scale,
 )
@@ -85,17 +85,17 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert kernel.warmup(**given, grid=(programs,), num_warps=warps) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
 
-    for module in (tables, l2norm, update_scale, quantize_tiles, fp4_tiles):
+    for module in (launch_plans, l2norm, update_scale, quantize_tiles, fp4_tiles):
         monkeypatch.setattr(module, "launch", compile_only)
-    for module in (tables, update_scale, quantize, quantize_fp4):
+    for module in (launch_plans, update_scale, quantize, quantize_fp4):
         monkeypatch.setattr(module, "uses_triton", lambda *_: True)
     monkeypatch.setattr(quantize_tiles, "rounds_by_bits", lambda _: False)
     for kernel in (*KERNELS, *QUANTIZING, *QUANTIZING_FP4):
         kernel.device_caches.pop(NoDevice.number, None)
     monkeypatch.setattr(driver, "_active", NoDevice())
-    tables._plans.clear()
+    launch_plans._plans.clear()
     yield compiled
-    tables._plans.clear()
+    launch_plans._plans.clear()
 
 
 def tensors(n: int, dtype: torch.dtype) -> list[Tensor]:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from amp.kernels import cpu_loop
 from amp.kernels import merge as merge_module
 from amp.kernels.language import INTERPRETED
+from amp.kernels.launch_plans import UnsupportedTensorError
 from amp.kernels.merge import BLOCK, SLICE, differ, merge, merged
-from amp.kernels.tables import UnsupportedTensorError
 from amp.kernels.tensor_lists import TensorList
 from tests.kernels.test_operations import shifted
 from tests.processes import run_python

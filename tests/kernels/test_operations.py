@@ -20,8 +20,8 @@ import amp.kernels.unscale as unscale_module
 from amp.kernels.axpby import axpby
 from amp.kernels.backend import uses_triton
 from amp.kernels.l2norm import clip_factor, l2norm
+from amp.kernels.launch_plans import BadSteps, UnsupportedTensorError
 from amp.kernels.master_copy import master_copy
-from amp.kernels.tables import BadSteps, UnsupportedTensorError
 from amp.kernels.unscale import BLOCK, check, unscale
 from amp.kernels.update_scale import update_scale
 from amp.training.scaler import FOUND_INF

@@ -16,7 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import axpby, backend, l2norm, language, master_copy, tables, unscale, update_scale
+from amp.kernels import (
+    axpby,
+    backend,
+    l2norm,
+    language,
+    launch_plans,
+    master_copy,
+    unscale,
+    update_scale,
+)
 from amp.kernels.language import launch
 from tests.devices import GPU
 from tests.models import waiting_is_an_error
@@ -33,21 +42,21 @@ DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept() -> None:
-    tables._plans.clear()
-    tables._chunks.cache_clear()
+    launch_plans._plans.clear()
+    launch_plans._chunks.cache_clear()
 
 
 @pytest.fixture
 def uploads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The tables that were sent to a device, in order."""
     sent: list[Tensor] = []
-    upload = tables.upload
+    upload = launch_plans.upload
 
     def counted(table: Tensor, device: torch.device) -> Tensor:
         sent.append(table)
         return upload(table, device)
 
-    monkeypatch.setattr(tables, "upload", counted)
+    monkeypatch.setattr(launch_plans, "upload", counted)
     return sent
 
 
@@ -60,7 +69,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(kernel.fn.__name__ if hasattr(kernel, "fn") else kernel.__name__)
         launch(kernel, *args, **options)
 
-    for module in (tables, l2norm, update_scale):
+    for module in (launch_plans, l2norm, update_scale):
         monkeypatch.setattr(module, "launch", counted)
     return names
 
@@ -137,8 +146,8 @@ def test_lists_that_differ_in_their_addresses_alone_take_one_plan(
     mixed = [torch.ones(0, device=DEVICE), *ones(2), *ones(3, torch.float16), *ones(2)]
     kinds: list[list[Tensor]] = [ones(5), ones(4), ones(5, torch.float16), [flat], mixed]
     made = []
-    make = tables._make_plan
-    monkeypatch.setattr(tables, "_make_plan", lambda *args: made.append(1) or make(*args))
+    make = launch_plans._make_plan
+    monkeypatch.setattr(launch_plans, "_make_plan", lambda *args: made.append(1) or make(*args))
     kept = []
     for at, inf in ((0, False), (1, True), (2, False), (0, True)):
         for like in kinds:
@@ -194,7 +203,7 @@ def test_gradients_that_move_with_each_step_take_one_plan_without_triton() -> No
     for _ in range(5):
         kept.append([torch.ones(3), torch.ones(4, 4).half()])
         unscale.unscale(kept[-1], kept[-1], torch.tensor([0.5]), None, backend="reference")
-        assert len(tables._plans) == len(*tables._plans.values()) == 1
+        assert len(launch_plans._plans) == len(*launch_plans._plans.values()) == 1
     assert all((tensor == 0.5).all() for tensors in kept for tensor in tensors)
     with pytest.raises(ValueError, match=r"tensors 1 have shapes \[4, 4\], \[16\]"):
         master_copy.master_copy(kept[0], [kept[1][0], torch.ones(16)], backend="reference")
@@ -202,15 +211,15 @@ def test_gradients_that_move_with_each_step_take_one_plan_without_triton() -> No
 
 @pytest.mark.triton
 def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "_CACHE_SIZE", 5)
+    monkeypatch.setattr(launch_plans, "_CACHE_SIZE", 5)
     for n in (2, 3, 4, 5, 6, 7, 8):
         alike = [ones(n) for _ in range(10)]
         for tensors in alike:
             unscale.unscale(tensors, tensors, HALF, None)
         unscale.unscale(alike[0], alike[0], HALF, None)
         assert torch.equal(alike[0][0], torch.full((3,), 0.25, device=DEVICE))
-    assert len(tables._plans) == 5
-    assert {len(places) for places in tables._plans.values()} == {tables._PLACES}
+    assert len(launch_plans._plans) == 5
+    assert {len(places) for places in launch_plans._plans.values()} == {launch_plans._PLACES}
 
 
 @pytest.mark.triton
@@ -228,19 +237,19 @@ def test_a_backend_that_is_switched_is_switched_at_once(
 
 
 def test_plans_are_made_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "uses_triton", lambda device, backend: True)
-    monkeypatch.setattr(tables, "_CACHE_SIZE", 3)
+    monkeypatch.setattr(launch_plans, "uses_triton", lambda device, backend: True)
+    monkeypatch.setattr(launch_plans, "_CACHE_SIZE", 3)
     lists = [ones(n) for n in (1, 2, 3, 4) for _ in range(8)]
 
     def work(seed: int) -> None:
         for i in range(300):
             tensors = lists[(i * seed) % len(lists)]
-            (launch,) = tables.plan(tensors, block=1).launches
+            (launch,) = launch_plans.plan(tensors, block=1).launches
             assert launch.rows[:, 0].tolist() == [tensor.data_ptr() for tensor in tensors]
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, (1, 3, 5, 7)))
-    assert 0 < len(tables._plans) <= 3
+    assert 0 < len(launch_plans._plans) <= 3
 
 
 def test_plans_hold_no_tensor_of_the_caller() -> None:
@@ -398,8 +407,8 @@ def test_a_session_trains_where_triton_is_not_installed() -> None:
 def test_no_operation_waits_for_the_device(name: str) -> None:
     tensors, found_inf = ones(50, torch.float16), torch.zeros(1, device=DEVICE)
     OPERATIONS[name](tensors, found_inf)
-    tables._plans.clear()
-    tables._chunks.cache_clear()
+    launch_plans._plans.clear()
+    launch_plans._chunks.cache_clear()
     torch.cuda.synchronize()
     more = ones(51, torch.float16)
     with waiting_is_an_error():
@@ -515,8 +524,8 @@ def test_pinned_memory_that_the_replays_of_a_graph_read_is_kept(
 
     monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
     for stream in (0, None):  # None while a graph is captured
-        monkeypatch.setattr(tables, "stream_of", lambda device, stream=stream: stream)
-        tables.upload(torch.ones(3), torch.device("meta"))
+        monkeypatch.setattr(launch_plans, "stream_of", lambda device, stream=stream: stream)
+        launch_plans.upload(torch.ones(3), torch.device("meta"))
     assert made[0]() is None
     kept = made[1]()
     assert kept is not None

@@ -21,7 +21,7 @@ _hidden: list[list[Any]] = []
 """The `Gradients` that each compilation under way has hidden; compilations may nest."""
 
 
-def hide_gradients_from_dynamo() -> None:
+def register_with_dynamo() -> None:
     """Let Dynamo hide gradients while it compiles. `torch._dynamo.reset` forgets this."""
     dynamo = sys.modules.get("torch._dynamo.callback")
     if dynamo is not None and _begin_compiling not in dynamo.callback_handler.start_callbacks:
