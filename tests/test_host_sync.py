@@ -174,6 +174,22 @@ def test_two_optimizers_of_one_block_wait_once_together() -> None:
     assert sum(waits.values()) == 1
 
 
+@pytest.mark.parametrize("written", [0, 1, 4])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_state_dict_waits_at_most_twice(level: str, written: int) -> None:
+    """However many weights were written since their masters last agreed with them."""
+    model = net()
+    model, _ = initialize(model, torch.optim.RMSprop(model.parameters()), level)
+    weights = [p for p in model.parameters() if p.dtype is not torch.float32]
+    assert len(weights) >= 4
+    for weight in weights[:written]:
+        weight.data.fill_(0.5)
+    with counted_waits() as waits:
+        saved = model.state_dict()
+    assert 1 <= sum(waits.values()) <= 2
+    assert sum(bool((value == 0.5).all()) for value in saved.values()) == written
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FUSED)

@@ -229,12 +229,21 @@ class Pairs:
             kernels.merge.merge(*self._comparable())
 
     @without_grad
-    def differ(self) -> bool:
-        """Whether any parameter is not its rounded master. The host waits for the device."""
+    def differing(self) -> frozenset[Pair]:
+        """Return the pairs whose parameter is not its rounded master.
+
+        The host waits for the device once, and once more if there are any.
+        """
         if not (self._are_whole and self.pairs):
-            return False
+            return frozenset()
         models, masters = self._comparable()
-        return bool(models) and bool(kernels.merge.differ(models, masters).item())
+        if not models or not kernels.merge.differ(models, masters).item():
+            return frozenset()
+        sides = [(local(pair.parameter), local(pair.master)) for pair in self.pairs]
+        there = [not (has_no_memory(model) or has_no_memory(master)) for model, master in sides]
+        flags = [kernels.merge.differ([model], [master]) for model, master in compress(sides, there)]
+        found = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
+        return frozenset(compress(compress(self.pairs, there), found))
 
     def check_devices(self) -> None:
         """Raise AmpRuntimeError if the model was moved after its masters were made."""

@@ -54,8 +54,8 @@ class MasterWeights:
         self._pair_of: dict[Tensor, Pair] = {}
         self._addresses: _Addresses | None = None
         self._dtype_before: dict[Tensor, torch.dtype] = {}
-        self._saving: tuple[Callable[[], Any], bool] = _nothing, False
-        """The state dict that is made now, weakly, and whether a parameter differs from its master."""
+        self._saving: tuple[Callable[[], Any], frozenset[Pair]] = _nothing, frozenset()
+        """The state dict that is made now, weakly, and the pairs that differed when it was begun."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return MasterWeights, ()
@@ -210,28 +210,28 @@ class MasterWeights:
         """Return a master's values, float32, as a state dict has them.
 
         They are the master itself where its parameter is the rounded master, so that what is written to
-        the entry reaches the model. The host waits once for each state dict.
+        the entry reaches the model. The host waits once for each state dict, and once more if any
+        parameter differs from its master.
 
         Args:
             pair: the pair.
             state_dict: the state dict that is being made.
         """
-        known, do_differ = self._saving
+        known, differing = self._saving
         if known() is not state_dict:
-            every = {id(x): x for x in self._pair_of.values()}
-            self.reconcile(list(every.values()))
-            do_differ = not self.are_ahead and Pairs(every.values()).differ()
+            every = list(dict.fromkeys(self._pair_of.values()))
+            self.reconcile(every)
+            differing = frozenset() if self.are_ahead else Pairs(every).differing()
             of = weakref.ref(state_dict) if isinstance(state_dict, OrderedDict) else _nothing
-            self._saving = of, do_differ
-        differs = do_differ and Pairs([pair]).differ()
-        if differs:
+            self._saving = of, differing
+        if pair in differing:
             return self.merged(pair)
         pair.note_given()
         return pair.master.detach()
 
     def has_saved(self) -> None:
         """Note that a state dict is complete: the same object may be filled a second time."""
-        self._saving = _nothing, False
+        self._saving = _nothing, frozenset()
 
     def reconcile(self, pairs: Sequence[Pair]) -> None:
         """Let both sides of some pairs agree, unless a step has them. No host sync."""
