@@ -288,6 +288,10 @@ class Shadow(Observer):
             op.is_bad, op.gives = True, bad[0].dtype
             op.bad.has_nan = any(bool(x.isnan().any()) for x in bad)
             op.bad.is_exact = any(not is_finite(self.memories.twin(x)) for x in bad)
+            made = self.memories[bad[0]].made if op.aten == "copy_" else 0
+            if made and self.ops[made].is_collective:  # gloo copies its result when it is waited for
+                op.bad.parents.append(made)
+                op.bad.sources.clear()
             op.bad.is_minus_inf = not op.bad.has_nan and all(
                 bool((x[x.isinf()] < 0).all()) for x in bad
             )

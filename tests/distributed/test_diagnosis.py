@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 import amp
@@ -18,11 +19,18 @@ from tests.distributed.world import world
 RANKS = 2
 
 
+class IntoZeros(DefaultReduceScatter):
+    """Receives into zeros, where FSDP takes memory as it is, in which an inf may be already."""
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.zeros(*args, **kwargs)
+
+
 def wrapped(wrap: str, **overrides: Any) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model: Any = Net()
     if wrap == "fsdp2":
-        fully_shard(model)
+        fully_shard(model).set_custom_reduce_scatter(IntoZeros())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0, **overrides)
     return (DistributedDataParallel(model) if wrap == "ddp" else model), optimizer
