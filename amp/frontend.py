@@ -16,7 +16,7 @@ from amp import checkpoint
 from amp.arguments import attached_to
 from amp.distributed import ProcessGroup
 from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, brief, truth_of
-from amp.interrupts import followed_by
+from amp.kernels.interrupts import followed_by
 from amp.profiles.loss_scaling import LossScaling
 from amp.profiles.properties import OVERRIDE_KEYS, SessionOptions, hint_at
 from amp.session import Session

@@ -21,10 +21,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.elementwise import Elementwise
 from amp.kernels.foreach import copies
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
-from amp.kernels.launch_plans import BadSteps
+from amp.kernels.launch_plans import BadSteps, Elementwise
 from amp.kernels.tensor_lists import are_same
 from amp.kernels.unscale import scale_and_check
 

@@ -40,9 +40,9 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
         ValueError: `backend`, or `AMP_KERNELS`, names no backend.
         RuntimeError: Triton was requested and cannot run there.
     """
-    name, source = requested(backend)
-    if not name:
+    if not (backend or os.environ.get("AMP_KERNELS")):
         return device.type == "cuda" and not INTERPRETED and _works(device)
+    name, source = requested(backend)
     if name == "reference":
         return False
     if triton is None:

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import requested
-from amp.kernels.changes import Change
 from amp.kernels.compiled_library import load_kept, load_or_log, read_source
+from amp.kernels.interrupts import Change
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
 from amp.kernels.packing import (

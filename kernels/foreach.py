@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from amp.kernels.changes import Change
+from amp.kernels.interrupts import Change
 
 
 def copies(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:

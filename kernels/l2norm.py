@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.kernels.language import each_part, jit, launch, not_finite, report, tl, wide
 from amp.kernels.launch_plans import BadSteps, Launch, flag_on, merge_flag, number_on, plan, to_device
 from amp.kernels.tensor_lists import dense
@@ -160,5 +160,7 @@ def l2norm_reference(
     # On the CPU the host knows without waiting whether a check is needed.
     is_finite = norms.device.type == "cpu" and all(map(math.isfinite, norms.tolist()))
     if found_inf is not None and not is_finite:
-        check_reference(tensors, inv_scale, found_inf)
+        flag = flag_on(norms.device, found_inf)
+        check_reference(tensors, inv_scale, flag)
+        merge_flag(found_inf, flag)
     return norms

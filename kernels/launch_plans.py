@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import uses_triton
+from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
 from amp.kernels.tensor_lists import TensorList, are_plain, dense
 
@@ -134,7 +135,7 @@ _plans: dict[object, list[tuple[list[tuple[int, ...]], Plan]]] = {}
 _plans_lock = threading.Lock()
 
 
-_CPU, _STRIDED = torch.device("cpu"), torch.strided
+_CPU, _STRIDED, _PLAIN = torch.device("cpu"), torch.strided, {Tensor}
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _device = operator.attrgetter("device")
 _dtype = operator.attrgetter("dtype")
@@ -151,7 +152,9 @@ def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None)
     every = list(chain.from_iterable(lists))
     if set(map(_device, every)) != {_CPU} or uses_triton(_CPU, backend):
         return False
-    if torch.compiler.is_compiling() or not are_plain(every) or set(map(_layout, every)) != {_STRIDED}:
+    if torch.compiler.is_compiling() or not (_PLAIN.issuperset(map(type, every)) or are_plain(every)):
+        return False
+    if set(map(_layout, every)) != {_STRIDED}:
         return False
     if not (set(map(_dtype, every)) <= _FLOATS and all(map(Tensor.data_ptr, every))):
         return False
@@ -329,3 +332,63 @@ def merge_flag(flag: Any, found: Any) -> None:
     """Set `flag` if `found`, which `flag_on` returned for it on a device, was set."""
     if found is not flag:
         torch.maximum(flag, to_device(found, flag.device), out=flag)
+
+
+# Operations that go element by element.
+
+
+class Elementwise(NamedTuple):
+    """An operation on the corresponding elements of lists of tensors: unscale, axpby, copies.
+
+    Attributes:
+        kernel: for Triton, with the arguments `rows, chunks, ..., DTYPES, BLOCK`; see
+            `amp.kernels.language`.
+        reference: the same in plain torch, on lists of tensors of one device and combination of dtypes,
+            where the flags are too.
+        writes: how many lists are written; they are the last ones.
+        block: the number of elements of a chunk.
+    """
+
+    kernel: Any
+    reference: Callable[..., None]
+    writes: int
+    block: int
+
+    @without_grad
+    def run(
+        self,
+        lists: Sequence[Sequence[Tensor]],
+        backend: str | None,
+        bad_steps: BadSteps | None = None,
+        **arguments: Any,
+    ) -> None:
+        """Run it. The host does not wait for the device.
+
+        Args:
+            lists: the tensors; sparse ones and DTensors are replaced by the dense ones that they hold.
+            backend: see `amp.kernels.backend`.
+            bad_steps: where a check records the tensors that are not finite.
+            **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
+                `found_inf`, if there is one, is written.
+        """
+        found_inf = arguments.get("found_inf")
+        if (found_inf is None or found_inf.is_cpu) and takes_at_once(lists, backend):
+            self.reference(*lists, **arguments)
+            return
+        known = {id(tensors): dense(tensors) for tensors in lists}  # a list given twice: once
+        columns = [known[id(tensors)] for tensors in lists]
+        todo = plan(*columns, block=self.block, backend=backend)
+        for each in todo.launches:
+            here = {name: number_on(each.device, value) for name, value in arguments.items()}
+            if "found_inf" in arguments:
+                here["found_inf"] = flag_on(each.device, found_inf)
+                here |= BadSteps.on(each.device, bad_steps)
+            each.run(self.kernel, **here, BLOCK=self.block)
+            merge_flag(found_inf, here.get("found_inf"))
+        for same in todo.fallback:
+            chosen = [[tensors[i] for i in same] for tensors in columns]
+            if "found_inf" in arguments:
+                arguments["found_inf"] = flag_on(chosen[0][0].device, found_inf)
+            self.reference(*chosen, **arguments)
+            merge_flag(found_inf, arguments.get("found_inf"))
+        torch.autograd.graph.increment_version(list(chain(*lists[len(lists) - self.writes :])))

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import each_part, jit, narrow, tl
+from amp.kernels.launch_plans import Elementwise
 
 BLOCK = 8192
 

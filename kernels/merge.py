@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp.kernels import cpu_loop
 from amp.kernels.backend import requested
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.kernels.language import each_part, jit, narrow, report, tl, widened
 from amp.kernels.launch_plans import (
     UnsupportedTensorError,

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from amp.kernels.changes import Change, Changes, at_once
 from amp.kernels.cpu_loop import plan_loop, suits_loop
 from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import Change, Changes, at_once, without_grad
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
 from amp.kernels.merge import merged

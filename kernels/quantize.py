@@ -44,7 +44,7 @@ from amp.kernels.fp8 import (
     Quantized,
     quantize_reference,
 )
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 
 
 @without_grad

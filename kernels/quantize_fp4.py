@@ -44,7 +44,7 @@ from amp.kernels import fp4_tiles, quantize_tiles
 from amp.kernels.backend import uses_triton
 from amp.kernels.fp4 import quantize_reference
 from amp.kernels.fp8 import MULTIPLE, SOURCES, Fp4Granularity, Quantized
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.kernels.philox import Draw
 
 

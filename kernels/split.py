@@ -35,7 +35,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from amp.kernels.elementwise import Elementwise
 from amp.kernels.language import (
     bits,
     each_part,
@@ -51,6 +50,7 @@ from amp.kernels.language import (
     whole,
     widened,
 )
+from amp.kernels.launch_plans import Elementwise
 from amp.kernels.packing import (
     NEAREST,
     TO_NEAREST,

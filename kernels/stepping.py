@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.changes import Change, Changes
+from amp.kernels.interrupts import Change, Changes
 from amp.kernels.l2norm import norms_of_chunks
 from amp.kernels.language import (
     STEP,

@@ -20,11 +20,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.elementwise import Elementwise
 from amp.kernels.foreach import copies
-from amp.kernels.grad_mode import without_grad
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
-from amp.kernels.launch_plans import BadSteps, flag_on, merge_flag, to_device
+from amp.kernels.launch_plans import BadSteps, Elementwise, to_device
 from amp.kernels.tensor_lists import are_same
 
 BLOCK = 8192
@@ -125,7 +123,10 @@ def unscale_reference(
 
 
 def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | None) -> None:
-    """Multiply tensors of one device and dtype by `factor`, float32 `[1]`; check before and after."""
+    """Multiply tensors of one device and dtype by `factor`, float32 `[1]`; check before and after.
+
+    `found_inf` is on that device.
+    """
     device = tensors[0].device
     here = to_device(factor, device)
     if not _torch_can_check(device, tensors[0].dtype):
@@ -136,12 +137,10 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
         if found_inf is not None:
             check_reference(tensors, None, found_inf)
         return
-    flag = flag_on(device, found_inf)
-    seen = torch.zeros_like(here) if flag is None else flag
+    seen = torch.zeros_like(here) if found_inf is None else found_inf
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, seen, here)
-    if flag is not None and not _is_at_most_one(factor):
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, torch.ones_like(here))
-    merge_flag(found_inf, flag)
+    if found_inf is not None and not _is_at_most_one(factor):
+        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, torch.ones_like(here))
 
 
 def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
@@ -149,7 +148,6 @@ def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" or dtype is not torch.bfloat16
 
 
-@without_grad
 def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
     """Do `check` in plain torch, on tensors of one device and dtype; `inv_scale=None` is 1.
 
@@ -157,19 +155,17 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_i
     factor of 1, is faster than finding the extremes.
     """
     device = sources[0].device
-    flag = flag_on(device, found_inf)
-    on_cpu = device.type == "cpu" and all(source.is_contiguous() for source in sources)
-    if on_cpu and _is_at_most_one(inv_scale):
+    are_flat_on_cpu = device.type == "cpu" and all(map(Tensor.is_contiguous, sources))
+    if are_flat_on_cpu and _is_at_most_one(inv_scale):
         one = torch.ones(1, dtype=torch.float32, device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(list(sources), flag, one)
+        torch._amp_foreach_non_finite_check_and_unscale_(list(sources), found_inf, one)
     else:
         extremes = torch.stack(list(_extremes(sources)))
         wider = torch.promote_types(extremes.dtype, torch.float32)
         products = extremes.to(wider)
         if inv_scale is not None:
             products = products * to_device(inv_scale, device)
-        torch.maximum(flag, products.isfinite().all().logical_not(), out=flag)
-    merge_flag(found_inf, flag)
+        torch.maximum(found_inf, products.isfinite().all().logical_not(), out=found_inf)
 
 
 def _extremes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -20,13 +20,14 @@ Sources: NVIDIA apex `update_scale_hysteresis`, Megatron-LM and DeepSpeed's dyna
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from amp.kernels.backend import has_float64, uses_triton
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.kernels.language import jit, launch, load_all, tl
 from amp.kernels.launch_plans import numbers_on
 
@@ -59,6 +60,9 @@ def update_scale(
         factors = numbers_on(state.device, tuple(map(float, numbers)), torch.float64)
         arguments = {"state": state, "factors": factors, "RESET_EACH_STEP": reset_each_step}
         launch(update_kernel, 1, state.device, warps=1, **arguments)
+    elif state.is_cpu and not torch.compiler.is_compiling():
+        new = next_state(state.tolist(), numbers, reset_each_step)
+        state.copy_(torch.tensor(new, dtype=torch.float32, device="cpu"))
     else:
         update_scale_reference(state, numbers, reset_each_step)
 
@@ -89,6 +93,27 @@ def update_kernel(state, factors, RESET_EACH_STEP: tl.constexpr):
     new = (scale, tl.div_rn(1.0, scale), good, left, 0.0, overflows, transitions + 1.0)
     for k in tl.static_range(7):
         tl.store(state + k, new[k])
+
+
+def next_state(state: list[float], numbers: Sequence[float], reset_each_step: bool) -> list[float]:
+    """Return the next state, where the host has it; `numbers` are those that the kernel takes."""
+    growth, backoff, interval, hysteresis, floor, ceiling = numbers
+    scale, _, good, left, found_inf, overflows, transitions = state
+    new = scale
+    if found_inf > 0.0:
+        good, left, overflows = 0.0, max(left - 1.0, 0.0), overflows + 1.0
+        if left <= 0.0:
+            new = min(max(scale * backoff, floor), scale)
+    else:
+        good, overflows = good + 1.0, 0.0
+        if reset_each_step:
+            left = hysteresis
+        if good >= interval:
+            new, good, left = max(min(scale * growth, ceiling), scale), 0.0, hysteresis
+    if new != scale:
+        new = torch.tensor(new, dtype=torch.float32, device="cpu").item()  # rounded before its inverse
+    inverse_scale = 1.0 / new if new else math.inf
+    return [new, inverse_scale, good, left, 0.0, overflows, transitions + 1.0]
 
 
 @without_grad

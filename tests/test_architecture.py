@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "profiles": ("profiles",),
     "kernels": ("kernels", "lazy"),
     "base": (
-        *("active", "interrupts", "observers", "observer_makers"),
+        *("active", "observers", "observer_makers"),
         "errors",
         "dtypes",
         "distributed",

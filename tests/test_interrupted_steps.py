@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from amp.kernels.changes import Changes
+from amp.kernels.interrupts import Changes
 from tests.interrupting import Interrupter, every_nth_line
 from tests.tried import TRIED
 

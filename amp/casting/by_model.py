@@ -44,7 +44,7 @@ from amp.casting.strategy import Strategy
 from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, warn
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from amp.casting.containers import cast_tensors, map_tensors
 from amp.dtypes import CASTABLE, SCALABLE, dtype_name
 from amp.errors import AmpTypeError, brief, warn
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.profiles import properties
 
 EXACT_INTEGERS = {torch.float16: 2048, torch.bfloat16: 256}

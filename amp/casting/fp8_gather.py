@@ -18,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from amp.distributed import reduce_largest
 from amp.kernels.fp8 import Operand, Quantized, amax_of, factor_of
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.profiles.fp8_recipe import Fp8Recipe
 
 _METHODS = ("fsdp_pre_all_gather", "fsdp_post_all_gather")

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from amp.distributed import ProcessGroup, reduce_largest, without_contained
 from amp.errors import AmpRuntimeError
-from amp.kernels.changes import at_once
 from amp.kernels.fp8 import factor_of
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import at_once, without_grad
 from amp.profiles.fp8_recipe import Fp8Recipe
 
 INPUT, WEIGHT, GRADIENT = range(3)

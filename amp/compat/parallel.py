@@ -7,7 +7,7 @@ from torch import Tensor, distributed, nn
 from torch.nn import functional as F
 
 from amp.errors import AmpValueError
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 
 
 class DistributedDataParallel(nn.parallel.DistributedDataParallel):

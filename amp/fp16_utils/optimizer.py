@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amp.errors import AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, backoff_of
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.profiles.keys import SMALLEST_SCALE, parse_number
 from amp.session import Session
 from amp.state_checks import StateChecks, as_dict

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from amp.distributed import set_values
 from amp.errors import AmpRuntimeError, warn
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, are_same, has_no_memory, local
 from amp.lazy import kernels
 from amp.masters.grads import grads_of, have_grads, store_grads

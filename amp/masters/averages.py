@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from amp import active
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import warn
-from amp.kernels.grad_mode import outside_inference_mode, without_grad
+from amp.kernels.interrupts import outside_inference_mode, without_grad
 from amp.masters.fp32_values import pair_of, values_of
 from amp.patching import Patch
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from amp import active
 from amp.dtypes import LOW_PRECISION
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.masters.master_weights import MasterWeights
 from amp.masters.pair import Pair
 

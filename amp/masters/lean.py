@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from amp.distributed import set_values, shard_like
-from amp.interrupts import followed_by
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import followed_by, without_grad
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.agreement import merge_joined, split

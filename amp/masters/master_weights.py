@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from amp import distributed
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import are_plain, has_no_memory, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs, load

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
-from amp.kernels.changes import Changes
+from amp.kernels.interrupts import Changes
 from amp.masters.fp32_values import pair_of, values_of
 from amp.masters.master_weights import MasterWeights
 from amp.masters.pair import Pair

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from amp.casting.containers import map_tensors
 from amp.errors import AmpTypeError, AmpValueError
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike
 from amp.numerics.scaling import GRADIENT_FORMATS, SCALES, GradientSurvival, survival_of

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.numerics.formats import Format, as_format
 from amp.numerics.rounding import FormatLike, round_to
 from amp.profiles.keys import parse_count

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError, brief, truth_of
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import without_grad
 from amp.optimizers.batches import Batches
 from amp.optimizers.checks import check_betas, check_range
 from amp.optimizers.fused_step import Ready, step_batches

@@ -21,7 +21,7 @@ from amp.casting.regions import ThreadState, disable_casts
 from amp.distributed import reduce_largest
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpAttributeError, AmpRuntimeError, warn
-from amp.kernels.changes import at_once
+from amp.kernels.interrupts import at_once
 from amp.observers import everywhere
 from amp.training import misuse
 from amp.training.gradients import Gradients, State

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from amp.casting.regions import ThreadState
 from amp.distributed import is_sharded, shard_like
 from amp.errors import AmpTypeError
-from amp.kernels.grad_mode import outside_inference_mode, without_grad
+from amp.kernels.interrupts import outside_inference_mode, without_grad
 from amp.kernels.tensor_lists import TensorList, are_same, local
 from amp.masters.agreement import Pairs
 from amp.masters.grads import grads_of, store_grads

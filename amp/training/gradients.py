@@ -58,7 +58,7 @@ from torch import Tensor
 
 from amp.distributed import place_gradients
 from amp.errors import AmpRuntimeError
-from amp.kernels.changes import Change
+from amp.kernels.interrupts import Change
 from amp.kernels.tensor_lists import local
 from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.masters.master_weights import MasterWeights

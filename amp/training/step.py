@@ -26,7 +26,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from amp.active import newest_caster
 from amp.casting.regions import ThreadState, disable_casts, forget_casts, same_casts
 from amp.errors import AmpRuntimeError
-from amp.interrupts import followed_by
+from amp.kernels.interrupts import followed_by
 from amp.masters.agreement import Pairs
 from amp.masters.master_weights import MasterWeights
 from amp.observers import everywhere

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from amp.kernels.changes import Changes
+from amp.kernels.interrupts import Changes
 from amp.kernels.tensor_lists import TensorList
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from amp.distributed import shard_like
-from amp.kernels.changes import at_once
-from amp.kernels.grad_mode import without_grad
+from amp.kernels.interrupts import at_once, without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs

@@ -1,17 +1,79 @@
-"""Changes of tensors that are made together: an interrupt leaves all of them made, or none.
+"""Code that an interrupt may cut anywhere: clean-up, autograd's switch, and changes of tensors.
 
 Python can raise KeyboardInterrupt between any two instructions. A step that was interrupted after it
 changed some tensors can be neither repeated nor abandoned. So a step is first planned as a list of
 changes. Each change is one call, which no interrupt divides, and once the first change is made, the
 others are made before the interrupt propagates.
+
+`torch.no_grad` is entered and left in Python: an interrupt just before or after its block leaves
+autograd disabled, and the next backward fails. `without_grad` restores it even then.
 """
 
+from __future__ import annotations
+
+import functools
 import operator
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ParamSpec, TypeVar
 
-from amp.kernels.grad_mode import without_grad
+import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def followed_by(call: Callable[[], T], afterwards: Callable[[], object]) -> T:
+    """Call a function, and then another one, even if the first one raises.
+
+    Args:
+        call: the first function, whose result is returned.
+        afterwards: the other function. If an interrupt ends it, it is called a second time.
+    """
+    is_done = False
+    try:
+        try:
+            return call()
+        finally:
+            afterwards()
+            is_done = True
+    finally:
+        if not is_done:
+            afterwards()
+
+
+_set_grad_enabled = torch._C._set_grad_enabled
+
+
+def without_grad(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function run without autograd, as the decorator `torch.no_grad()` does."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling():  # Dynamo can trace torch's own
+            with torch.no_grad():
+                return function(*args, **kwargs)
+        before = torch.is_grad_enabled()
+        try:
+            try:
+                _set_grad_enabled(False)
+                return function(*args, **kwargs)
+            finally:
+                _set_grad_enabled(before)
+        finally:
+            _set_grad_enabled(before)  # again: an interrupt may have come before
+
+    return wrapper
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """Return a context that leaves inference mode for its block, and does nothing where that is off.
+
+    After an interrupt torch's switch is left late, and restores the grad mode in which it was entered.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
 
 Change = Callable[[], Any]
 """Makes one change. It is called again if an interrupt has ended it. So it ends with one call of a
