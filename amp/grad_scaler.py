@@ -39,7 +39,7 @@ from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks, as_dict
 from amp.training.attached_optimizer import AttachedOptimizer
-from amp.training.host_copies import HostCopies
+from amp.training.recorder import HostCopies
 from amp.training.scaler import LossScaler
 
 Init = TypeVar("Init", bound=Callable[..., None])

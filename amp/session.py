@@ -42,6 +42,8 @@ from amp.undo import Undo
 
 logger = logging.getLogger("amp")
 
+_internals: Any = torch._C  # whose private functions have no types
+
 M = TypeVar("M")
 T = TypeVar("T")
 
@@ -224,8 +226,8 @@ class Session:
         """Prepare the forward of a model; a hook of the model calls this. No host sync."""
         if self.casts.live and not (forwards.are_running or forwards.casts is not None):
             active.activate(self.casts)
-        for strategy in self.strategies[:1]:  # the same check in all
-            if strategy.minds_regions:
+        if _internals._is_any_autocast_enabled():
+            for strategy in self.strategies[:1]:  # the same check in all
                 strategy.check_region()
         for attached in self.attached if self.properties.master_weights else ():
             if not attached.step.is_running:  # it runs a closure, and writes masters before that
@@ -257,7 +259,7 @@ class Session:
             return nullcontext(loss)
         is_there = type(loss_id) is int and 0 <= loss_id < len(self.scalers)
         scaler = self.scalers[loss_id] if is_there else self._scaler(loss_id)
-        if not self.is_plain:
+        if loss.is_meta or loss.is_quantized:
             scaler.check_loss(loss)
         for strategy in self.strategies if loss.dtype in LOW_PRECISION else ():
             strategy.check_loss(loss)

@@ -23,7 +23,7 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import synchronization
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.clipping import patch_clipping
-from amp.training.unattached_optimizers import unattached
+from amp.training.step import unattached
 from amp.training.wrapped_optimizers import innermost
 from amp.undo import Undo
 

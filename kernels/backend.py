@@ -55,6 +55,11 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
     return True
 
 
+def is_on_host(tensor: torch.Tensor) -> bool:
+    """Whether the host reads a tensor without waiting for a device."""
+    return tensor.is_cpu
+
+
 @functools.cache
 def has_float64(device: torch.device) -> bool:
     """Whether a device computes in float64."""

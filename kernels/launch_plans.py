@@ -31,7 +31,7 @@ from torch import Tensor
 from amp.kernels.backend import uses_triton
 from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
-from amp.kernels.tensor_lists import TensorList, are_plain, dense
+from amp.kernels.tensor_lists import TensorList, dense, has_own_values
 
 _TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _TAKEN |= {torch.int8, torch.int16}  # low halves of masters, and moments; see amp.kernels.packing
@@ -135,7 +135,7 @@ _plans: dict[object, list[tuple[list[tuple[int, ...]], Plan]]] = {}
 _plans_lock = threading.Lock()
 
 
-_CPU, _STRIDED, _PLAIN = torch.device("cpu"), torch.strided, {Tensor}
+_CPU, _STRIDED = torch.device("cpu"), torch.strided
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _device = operator.attrgetter("device")
 _dtype = operator.attrgetter("dtype")
@@ -152,7 +152,7 @@ def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None)
     every = list(chain.from_iterable(lists))
     if set(map(_device, every)) != {_CPU} or uses_triton(_CPU, backend):
         return False
-    if torch.compiler.is_compiling() or not (_PLAIN.issuperset(map(type, every)) or are_plain(every)):
+    if torch.compiler.is_compiling() or not all(map(has_own_values, set(map(type, every)))):
         return False
     if set(map(_layout, every)) != {_STRIDED}:
         return False

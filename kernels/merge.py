@@ -95,11 +95,7 @@ def _run(
 ) -> None:
     """Merge, or with a flag, float32 `[1]`, set it if that would change anything."""
     if takes_at_once((parameters, masters), backend) and masters[0].dtype is torch.float32:
-        left: Sequence[int] = range(len(masters))
-        if not requested(backend)[0] and _get_current_dispatch_mode() is None:
-            left = _merge_in_cpp(dense(parameters), dense(masters), left, flag)
-        if left:
-            merge_reference([parameters[i] for i in left], [masters[i] for i in left], flag)
+        _run_at_once(parameters, masters, flag, backend, _get_current_dispatch_mode() is None)
         return
     both = dense(parameters), dense(masters)
     todo = plan(*both, block=BLOCK, backend=backend)
@@ -109,12 +105,30 @@ def _run(
         each.run(merge_kernel, flag=here, BLOCK=BLOCK)
         merge_flag(flag, here)
     for same in todo.fallback:
-        left, device = same, masters[same[0]].device
-        if not requested(backend)[0] and _are_at_hand(device, both):
-            left = _merge_in_cpp(*both, same, flag)
-        if left:
-            theirs, ours = [[tensors[i] for i in left] for tensors in both]
-            merge_reference(theirs, ours, flag)
+        theirs, ours = [tensors.at(same) for tensors in both]
+        here = flag_on(ours[0].device, flag)
+        looks = _are_at_hand(ours[0].device, both)
+        _run_at_once(theirs, ours, here, backend, looks)
+        merge_flag(flag, here)
+
+
+def _run_at_once(
+    parameters: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    flag: Tensor | None,
+    backend: str | None,
+    looks: bool,
+) -> None:
+    """Do `_run` in C++ or plain torch, on tensors of one device and dtype, where the flag is too."""
+    left: Sequence[int] | None = None
+    if looks and not (backend or requested()[0]):
+        loop = _loops.get(parameters[0].dtype) or _loop_for(parameters[0].dtype, masters)
+        if loop is not None:
+            left = _merge_in_cpp(loop, [dense(parameters), dense(masters)], flag)
+    if left is None:
+        merge_reference(parameters, masters, flag, looks)
+    elif left:
+        merge_reference([parameters[i] for i in left], [masters[i] for i in left], flag, looks)
 
 
 @functools.lru_cache(maxsize=64)
@@ -176,30 +190,21 @@ def _load_loop(dtype: torch.dtype, compiles: bool) -> Any:
     return cpu_loop.load_loop(source, "the merge of masters", compiles)
 
 
-def _loop_for(dtype: torch.dtype, elements: int) -> Any:
-    """Return the loop, or None; it is compiled for lists of many elements, and else only looked for."""
-    if dtype not in _loops:
-        loop = _load_loop(dtype, compiles=elements >= cpu_loop.WORTH_COMPILING)
-        if loop is None:
-            return None
+def _loop_for(dtype: torch.dtype, masters: Sequence[Tensor]) -> Any:
+    """Load the loop, or return None; it is compiled for many elements, and else only looked for."""
+    compiles = sum(map(Tensor.numel, masters)) >= cpu_loop.WORTH_COMPILING
+    loop = _load_loop(dtype, compiles)
+    if loop is not None:
         _loops[dtype] = loop
-    return _loops[dtype]
+    return loop
 
 
-def _merge_in_cpp(
-    parameters: TensorList, masters: TensorList, indices: Sequence[int], flag: Tensor | None
-) -> Sequence[int]:
+def _merge_in_cpp(loop: Any, both: list[TensorList], flag: Tensor | None) -> Sequence[int]:
     """Merge tensors of one device and dtype, and return the indices of those left to plain torch."""
-    first, both = parameters[indices[0]], [parameters, masters]
-    loop = _loop_for(first.dtype, sum(masters.kind.sizes))
-    if loop is None:
-        return indices
-    flat, left = cpu_loop.flat_and_others(both, indices)
-    here: Any = flag_on(first.device, flag)
-    address = 0 if here is None else here.data_ptr()
+    flat, left = cpu_loop.flat_and_others(both, range(len(both[0])))
+    address = 0 if flag is None else flag.data_ptr()
     rows = cpu_loop.rows_of(both, flat, [address] * len(flat))
     loop(rows, len(flat), None, torch.get_num_threads())
-    merge_flag(flag, here)
     return left
 
 
@@ -211,25 +216,26 @@ def _agree(rounded: Tensor, parameter: Tensor) -> Tensor:
 
 
 @without_grad
-def merge_reference(parameters: list[Tensor], masters: list[Tensor], flag: Tensor | None) -> None:
-    """Do `_run` in plain torch, on tensors of one device and dtype."""
-    device = masters[0].device
-    looks = _are_at_hand(device, [parameters, masters])
-    here = flag_on(device, flag)
-    for theirs, ours in _parts(parameters, masters, device.type == "cpu"):
+def merge_reference(
+    parameters: Sequence[Tensor], masters: Sequence[Tensor], flag: Tensor | None, looks: bool
+) -> None:
+    """Do `_run` in plain torch, on tensors of one device and dtype.
+
+    `looks` says that the host may compare values, and write only where they differ.
+    """
+    for theirs, ours in _parts(parameters, masters, masters[0].device.type == "cpu"):
         one, written = [x[0] if len(x) == 1 else _flatten_dense_tensors(x) for x in (ours, theirs)]
         rounded = one.to(written.dtype)
         if looks and _have_same_bits(rounded, written):
             continue
         agree = _agree(rounded, written)
-        if here is not None:
-            torch.maximum(here, agree.all().logical_not(), out=here)
+        if flag is not None:
+            torch.maximum(flag, agree.all().logical_not(), out=flag)
         elif not (looks and agree.all()):
             values = torch.where(agree, one, written)
             parts = [values] if len(ours) == 1 else _unflatten_dense_tensors(values, ours)
             # What `.data` returns has a version of its own.
             torch._foreach_copy_([x.detach().data for x in ours], list(parts))
-    merge_flag(flag, here)
 
 
 def _parts(

@@ -95,7 +95,7 @@ class TensorList(list[Tensor]):
         """The address of each tensor's elements, which no two devices share; 0 without memory."""
         return tuple(map(Tensor.data_ptr, self))
 
-    @property
+    @cached_property
     def has_memory(self) -> bool:
         """Whether each tensor with elements has memory for them."""
         return all(self.addresses) or not any(map(has_no_memory, self))
@@ -137,7 +137,7 @@ class TensorList(list[Tensor]):
 
 def has_no_memory(tensor: Tensor) -> bool:
     """Whether the memory of a dense tensor with elements has been released."""
-    is_elsewhere = tensor.is_meta or not _has_own_values(type(tensor))
+    is_elsewhere = tensor.is_meta or not has_own_values(type(tensor))
     return not is_elsewhere and not tensor.data_ptr() and tensor.numel() > 0
 
 
@@ -152,12 +152,13 @@ def are_all_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]])
 
 
 def are_plain(tensors: Iterable[Tensor]) -> bool:
-    """Whether no tensor is of a class that keeps its values elsewhere, as DTensor does."""
-    return all(map(_has_own_values, set(map(type, tensors))))
+    """Whether all tensors have their own values."""
+    return all(map(has_own_values, set(map(type, tensors))))
 
 
 @functools.cache
-def _has_own_values(cls: Any) -> bool:
+def has_own_values(cls: Any) -> bool:
+    """Whether tensors of a class have their values, and do not keep them elsewhere, as DTensor does."""
     return cls.__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
 
 

@@ -128,8 +128,9 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
     `found_inf` is on that device.
     """
     device = tensors[0].device
-    here = to_device(factor, device)
-    if not _torch_can_check(device, tensors[0].dtype):
+    here = factor if factor.device == device else to_device(factor, device)
+    if device.type != "cpu" and tensors[0].dtype is torch.bfloat16:
+        # Torch's own operation does not take it on CUDA (torch 2.11).
         # In place, torch on CUDA would round the factor to bfloat16.
         wide = copies(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
         torch._foreach_mul_(wide, here[0])
@@ -141,11 +142,6 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
     torch._amp_foreach_non_finite_check_and_unscale_(tensors, seen, here)
     if found_inf is not None and not _is_at_most_one(factor):
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, torch.ones_like(here))
-
-
-def _torch_can_check(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's own operation takes a dtype: not bfloat16 on CUDA (torch 2.11)."""
-    return device.type == "cpu" or dtype is not torch.bfloat16
 
 
 def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:

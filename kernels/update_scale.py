@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels.backend import has_float64, uses_triton
+from amp.kernels.backend import has_float64, is_on_host, uses_triton
 from amp.kernels.interrupts import without_grad
 from amp.kernels.language import jit, launch, load_all, tl
 from amp.kernels.launch_plans import numbers_on
@@ -60,7 +60,7 @@ def update_scale(
         factors = numbers_on(state.device, tuple(map(float, numbers)), torch.float64)
         arguments = {"state": state, "factors": factors, "RESET_EACH_STEP": reset_each_step}
         launch(update_kernel, 1, state.device, warps=1, **arguments)
-    elif state.is_cpu and not torch.compiler.is_compiling():
+    elif is_on_host(state) and not torch.compiler.is_compiling():
         new = next_state(state.tolist(), numbers, reset_each_step)
         state.copy_(torch.tensor(new, dtype=torch.float32, device="cpu"))
     else:

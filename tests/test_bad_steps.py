@@ -13,6 +13,7 @@ from torch import nn
 import amp
 import amp.training.scaler
 import amp.training.verdicts
+from amp.kernels import update_scale
 from amp.kernels.backend import uses_triton
 from tests.devices import GPU
 
@@ -33,7 +34,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the host believe that it has to wait."""
-    for module in (amp.training.scaler, amp.training.verdicts):
+    for module in (amp.training.scaler, update_scale):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 

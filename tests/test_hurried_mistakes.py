@@ -20,7 +20,7 @@ import amp
 from amp.cli import main
 from amp.terminal.progress import Progress
 from amp.terminal.text import Printer
-from amp.training.unattached_optimizers import unattached
+from amp.training.step import unattached
 from docs.site import terminal
 
 X = torch.ones(3, 4)

@@ -75,6 +75,11 @@ class NoFloat64(TorchDispatchMode):
         return result
 
 
+@pytest.fixture(autouse=True)
+def the_scale_is_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_scale, "is_on_host", lambda tensor: False)
+
+
 @pytest.fixture
 def device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_scale, "has_float64", lambda device: False)

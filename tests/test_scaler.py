@@ -17,7 +17,7 @@ from torch import nn
 import amp
 from amp.kernels.unscale import unscale
 from amp.profiles.loss_scaling import LossScaling
-from amp.training.host_copies import HostCopies
+from amp.training.recorder import HostCopies
 from amp.training.scaler import LossScaler
 from tests.levels import DYNAMIC
 from tests.models import LEVELS, initialize, linear, sgd

@@ -50,8 +50,9 @@ class CastOutput(_Cast):
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the cast output, or None to keep it."""
-        if getattr(output, "dtype", None) is self.dtype:
-            return None
+        if isinstance(output, Tensor):
+            may_be_cast = output.dtype in CASTABLE and output.dtype is not self.dtype
+            return output.to(self.dtype) if may_be_cast else None
         if output is None:
             return self._without_output(module)
         return cast_tensors(output, CASTABLE, self.dtype)
@@ -97,20 +98,20 @@ class ModelInputs(CastInputs):
     def _cast(self, name: str, value: Any) -> Any:
         if self.which is not True and (self.which is False or matches(self.which, name)):
             return value
+        if isinstance(value, Tensor):
+            return self._cast_tensor(name, value)
+        return map_tensors(functools.partial(self._cast_tensor, name), value)
 
-        def cast(x: Tensor) -> Tensor:
-            if x.dtype not in SCALABLE or x.dtype is self.dtype:
-                return x
-            self._look(name, x)
-            return x.to(self.dtype)
-
-        return map_tensors(cast, value)
-
-    def _look(self, name: str, x: Tensor) -> None:
-        """Check an argument once for each shape, and warn if the cast changes its meaning."""
+    def _cast_tensor(self, name: str, x: Tensor) -> Tensor:
+        if x.dtype not in SCALABLE or x.dtype is self.dtype:
+            return x
         seen = self._seen.setdefault(name, set())
-        if torch.compiler.is_compiling() or x.shape in seen or len(seen) == _LOOKS:
-            return
+        if not torch.compiler.is_compiling() and x.shape not in seen and len(seen) < _LOOKS:
+            self._look(name, x, seen)
+        return x.to(self.dtype)
+
+    def _look(self, name: str, x: Tensor, seen: set[torch.Size]) -> None:
+        """Check an argument once for each shape, and warn if the cast changes its meaning."""
         # Under vmap or jacrev it has no values to look at, and torch.jit.trace would record the look.
         if is_functorch_wrapped_tensor(x) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return

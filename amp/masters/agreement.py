@@ -192,7 +192,7 @@ class Pairs:
                 clear_low(pair)
             return
         quiet = [pair for pair in changed if local(pair.master)._version == pair.version]
-        self.write_back([pair for pair in changed if pair not in quiet])
+        self._round([pair for pair in changed if pair not in quiet])
         targets = [_untraced(pair.parameter) for pair in quiet]
         sources = [local(pair.master).detach() for pair in quiet]
         for i, pair in enumerate(quiet):
@@ -206,14 +206,13 @@ class Pairs:
 
     def now(self) -> Pairs:
         """Update the addresses of both lists, and return these pairs."""
-        self.master_list = self._now(self.master_list, self.masters)
-        self.model_list = self._now(self.model_list, self.models)
+        lists = [self.master_list, self.model_list]
+        if not self.are_plain:  # a DTensor may have another shard
+            shards = [list(map(local, tensors)) for tensors in (self.masters, self.models)]
+            both = zip(lists, shards, strict=True)
+            lists = [known if are_same(x, known) else TensorList(x) for known, x in both]
+        self.master_list, self.model_list = [known.now() for known in lists]
         return self
-
-    def _now(self, known: TensorList, tensors: Sequence[Tensor]) -> TensorList:
-        if self.are_plain or are_same(list(map(local, tensors)), known):
-            return known.now()
-        return _values_of(tensors)  # a DTensor has another shard
 
     def merge(self) -> None:
         """Let masters take what was written to parameters, however it was written. No host sync.
@@ -261,21 +260,24 @@ class Pairs:
             models, masters = [TensorList(list(compress(x, there))) for x in (models, masters)]
         return models, masters
 
-    def write_back(self, pairs: list[Pair] | None = None) -> None:
-        """Round masters into their parameters. No host sync."""
-        chosen = self.pairs if pairs is None else pairs
+    def write_back(self) -> None:
+        """Round the masters that train, or have a gradient, into their parameters. No host sync."""
         if not self._are_whole:
-            split([pair for pair in chosen if pair.is_joined])
-            self.note_agreement()
-            return
-        if chosen is self.pairs:
+            split([pair for pair in self.pairs if pair.is_joined])
+        elif all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
             kernels.master_copy.master_copy(self.masters, self.models)
-            self.note_agreement()
-        elif chosen:
-            masters, models = [pair.master for pair in chosen], [pair.parameter for pair in chosen]
+        else:
+            self._round([pair for pair in self.pairs if pair.trains or pair.master.grad is not None])
+            return
+        self.note_agreement()
+
+    def _round(self, pairs: Sequence[Pair]) -> None:
+        """Round some whole masters into their parameters. No host sync."""
+        if pairs:
+            masters, models = [pair.master for pair in pairs], [pair.parameter for pair in pairs]
             kernels.master_copy.master_copy(masters, models)
-            for pair in chosen:
-                pair.note_agreement()
+        for pair in pairs:
+            pair.note_agreement()
 
     def note_agreement(self) -> None:
         """Note that masters and parameters agree now."""
@@ -286,14 +288,6 @@ class Pairs:
         now = zip(map(_version, self.masters), map(Tensor.data_ptr, self.masters), strict=True)
         for pair, (pair.version, pair.address) in zip(self.pairs, now, strict=True):
             pair.given = None
-
-    def trained(self) -> list[Pair]:
-        """Return the pairs that a step may write: those that train, or have a gradient."""
-        if all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
-            return self.pairs
-        return [
-            pair for pair in self.pairs if pair.parameter.requires_grad or pair.master.grad is not None
-        ]
 
     # Gradients.
 

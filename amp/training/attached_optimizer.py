@@ -52,6 +52,7 @@ class AttachedOptimizer:
         check: knows the model's parameters by name.
         capabilities: what the optimizer declares.
         gradients: its gradients, and the pairs of its parameters and masters.
+        is_wrapped: whether another optimizer holds this one.
         step: replaces the optimizer's own `step`.
         misuse: looks at its first iterations; None once it has stepped well.
         has_half: whether the session has weights in 16 bits.
@@ -60,6 +61,7 @@ class AttachedOptimizer:
 
     def __init__(self, optimizer: Any, owner: Any) -> None:
         *self._wrappers, optimizer = chain_of(optimizer)
+        self.is_wrapped = bool(self._wrappers)
         self.optimizer = optimizer
         self.owner = owner
         self.masters: MasterWeights = owner.masters
@@ -84,11 +86,6 @@ class AttachedOptimizer:
         owner = self.owner
         is_watched = owner.observers or everywhere or owner.synchronization.wrappers
         return self.may_be_plain and not (is_watched or owner.is_rehearsal)
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether another optimizer holds this one."""
-        return bool(self._wrappers)
 
     @staticmethod
     def of(optimizer: Any) -> AttachedOptimizer | None:

@@ -25,8 +25,14 @@ from amp.kernels.interrupts import at_once
 from amp.observers import everywhere
 from amp.training import misuse
 from amp.training.gradients import Gradients, State
-from amp.training.new_gradients import NewGradients
+from amp.training.group_contents import NewGradients
 from amp.training.scaler import LossScaler, ScaleSnapshot
+from amp.training.verdicts import Verdict
+
+_INSIDE_ANOTHER = (
+    "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss block. Leave "
+    "the first block, or add the two losses and scale the sum."
+)
 
 
 class Block:
@@ -76,7 +82,8 @@ class Block:
         """Do the same for gradients that need nothing: backward adds them to those that are there."""
         watched = [each for each in attached if each.misuse is not None]
         watch = misuse.watch_block(session, self, attached) if watched else None
-        self._check_closed()
+        if any([gradients.open_block is not None for gradients in self._gradients]):  # noqa: C419
+            raise AmpRuntimeError(_INSIDE_ANOTHER)
         try:
             for each in attached:
                 if not each.gradients.groups.are_current(each.optimizer):
@@ -115,13 +122,15 @@ class Block:
                 if watch is not None:
                     watch.backward_has_ended()
                 may_delay = not self.scaler.config.is_identity or self._histories
-                is_complete = not (delay and may_delay) and self.is_reduced()
+                are_reduced = all([each.are_reduced() for each in self._gradients])  # noqa: C419
+                is_complete = are_reduced and not (delay and may_delay)
                 if session.is_rehearsal:
                     self.abort()
                 elif is_complete:
-                    self.leave(update)
+                    self._unscale(self._gradients, update)
                 else:
-                    self.delay()
+                    self._collect(self._gradients, are_final=False)  # raises what leaving would raise
+                    at_once(*[gradients.delay(self) for gradients in self._gradients])
                 if watch is not None:
                     watch.block_is_left(is_complete and not session.is_rehearsal)
                 if session.running_stats.modules:
@@ -142,7 +151,8 @@ class Block:
         If it raises, the caller calls `end`.
         """
         self._before = ThreadState()
-        self._check_closed()
+        if any([gradients.open_block is not None for gradients in self._gradients]):  # noqa: C419
+            raise AmpRuntimeError(_INSIDE_ANOTHER)
         delayed = [gradients for gradients in self._gradients if gradients.delayed is not None]
         for gradients in delayed:
             _check_reduced(gradients, self.scaler)
@@ -157,27 +167,6 @@ class Block:
         for history in self._histories:
             history.begin(None if self.scaler.config.is_identity else self.scale.scale)
         return scaled_loss
-
-    def _check_closed(self) -> None:
-        """Raise AmpRuntimeError inside of another block of one of the optimizers."""
-        if any([gradients.open_block is not None for gradients in self._gradients]):  # noqa: C419
-            raise AmpRuntimeError(
-                "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss "
-                "block. Leave the first block, or add the two losses and scale the sum."
-            )
-
-    def leave(self, update: bool = True) -> None:
-        """Unscale the block's gradients, or let the step do it, and move the scale. No host sync."""
-        self._unscale(self._gradients, update)
-
-    def is_reduced(self) -> bool:
-        """Whether the backward has reduced all of these gradients over the ranks."""
-        return all([gradients.are_reduced() for gradients in self._gradients])  # noqa: C419
-
-    def delay(self) -> None:
-        """Leave the gradients scaled, added to delayed ones of the same scale."""
-        self._collect(self._gradients, are_final=False)  # raises if they cannot be unscaled later
-        at_once(*[gradients.delay(self) for gradients in self._gradients])
 
     def end(self) -> None:
         """After an error, put torch's state back and drop the gradients. It may be called again."""
@@ -251,7 +240,7 @@ class Block:
             history.end(in_block=True)
         deferred = filter(None, [each.deferral.deferred for each in together])
         norm = next((each.norms.total for each in deferred if each.norms is not None), None)
-        verdict = scaler.verdict() if checked else None
+        verdict = None if found_inf is None else Verdict(scaler, found_inf.clone())
         for gradients in together:
             gradients.leave(verdict if gradients in checked else None)
         if update and (checked or not scaler.config.is_identity):

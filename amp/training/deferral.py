@@ -23,11 +23,12 @@ from amp.distributed import is_sharded, shard_like
 from amp.errors import AmpTypeError
 from amp.kernels.interrupts import outside_inference_mode, without_grad
 from amp.kernels.tensor_lists import TensorList, are_same, local
+from amp.lazy import kernels
 from amp.masters.agreement import Pairs
 from amp.masters.grads import grads_of, store_grads
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
-from amp.training.new_gradients import NewGradients
+from amp.training.group_contents import NewGradients
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
@@ -94,11 +95,10 @@ class Deferred:
             return self
         inv_scale = torch.ones_like(found_inf) if self.inv_scale is None else self.inv_scale
         if max_norm is None:
-            unscaling.check(self.grads, inv_scale, found_inf, bad_steps)
+            kernels.unscale.check(self.grads, inv_scale, found_inf, bad_steps=bad_steps)
             return self
-        return replace(
-            self, norms=unscaling.norms(self.grads, inv_scale, found_inf, max_norm, bad_steps)
-        )
+        clipped = {"found_inf": found_inf, "max_norm": max_norm, "bad_steps": bad_steps}
+        return replace(self, norms=kernels.l2norm.l2norm(self.grads, inv_scale, **clipped))
 
     def plus(self, later: Deferred, found_inf: Tensor | None, bad_steps: BadSteps | None) -> Deferred:
         """Check the gradients of a later block, and return the sums with them. No host sync."""

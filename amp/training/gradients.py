@@ -48,7 +48,7 @@ import enum
 import functools
 import operator
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from itertools import repeat
 from operator import is_not
 from typing import TYPE_CHECKING, Any, Literal
@@ -60,14 +60,14 @@ from amp.distributed import place_gradients
 from amp.errors import AmpRuntimeError
 from amp.kernels.interrupts import Change
 from amp.kernels.tensor_lists import local
+from amp.lazy import kernels
 from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.masters.master_weights import MasterWeights
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
 from amp.training.deferral import Deferral, Deferred
-from amp.training.group_contents import Groups
-from amp.training.hidden_gradients import register_with_dynamo
-from amp.training.new_gradients import Logs, NewGradients
+from amp.training.group_contents import Groups, Logs, NewGradients, without_complex
+from amp.training.hidden_gradients import begin_compiling, register_with_dynamo
 from amp.training.parameter_check import ParameterCheck
 from amp.training.scaler import ScaleSnapshot
 from amp.training.synchronization import Synchronization
@@ -217,9 +217,9 @@ class Gradients:
 
     def hide(self) -> bool:
         """Leave the gradients to the masters alone; return whether both had them."""
-        if not HAS_GRAD_DTYPE or self.open_block is not None or self.delayed is not None:
+        if not (HAS_GRAD_DTYPE and self.groups.masters) or self.are_hidden:
             return False
-        if self.are_hidden:
+        if self.open_block is not None or self.delayed is not None:
             return False
         pairs = self.groups.pairs
         pairs.follow_grads()
@@ -267,7 +267,7 @@ class Gradients:
         self._aside, self.open_block = [*self._aside, *aside], block
         for parameter, _ in aside:
             parameter.grad = None
-        if self.delayed is None:
+        if self.delayed is None and self.groups.masters:
             self.are_hidden = True
             self.groups.pairs.hide()
 
@@ -355,7 +355,7 @@ class Gradients:
         logs = new.logs(scaler, self.groups, self._check.short_names) if is_logged else Logs()
         if is_one and found_inf is not None:
             new.check_finite(scale.inv_scale, found_inf, logs)
-        if found_inf is not None and self.verdicts.may_be_of_left:
+        if found_inf is not None and self.verdicts.stepped and self.verdicts.may_be_of_left:
             self.left = self._check_left(found_inf)
         if new.will_be_deferred:
             inv_scale = None if is_one else scale.inv_scale
@@ -364,9 +364,9 @@ class Gradients:
             self.deferral.unscale(self.groups.pairs)
         if is_one and not new.will_be_deferred and new.grads:
             unscaling.add_to_masters(new.of_masters)
-        if is_one:
+        if is_one and self._aside:
             self._add_aside()
-        else:
+        elif not is_one:
             totals = dict(self._aside)
             new.unscale(totals, scale.inv_scale, found_inf, logs)
             for parameter in totals.keys() - set(new.unmastered):
@@ -383,7 +383,7 @@ class Gradients:
         of_masters = grads_of(self.groups.masters) if deferred is None else deferred.newest
         left = [grad for grad in (*of_masters, *dict(self._aside).values()) if grad is not None]
         if left:
-            unscaling.check(list(map(local, left)), one, is_bad)
+            kernels.unscale.check(without_complex(list(map(local, left))), one, is_bad)
         return is_bad
 
     def _add_aside(self) -> None:
@@ -399,12 +399,16 @@ class Gradients:
 
         `verdict` is what the check found, if there was one.
         """
-        self._show()
-        if "torch._dynamo.callback" in sys.modules:
-            register_with_dynamo()
-        self.verdicts.add(verdict, grads_of(self.groups.unmastered), self.left)
-        self.left = None
-        self.open_block = self.delayed = None
+        if self.are_hidden:
+            self._show()
+            dynamo = sys.modules.get("torch._dynamo.callback")
+            if dynamo is not None and begin_compiling not in dynamo.callback_handler.start_callbacks:
+                register_with_dynamo(dynamo)  # again: `torch._dynamo.reset` forgets it
+        if self.verdicts.of_cleared:
+            self.verdicts.note_left(grads_of(self.groups.unmastered))
+        if verdict is not None:
+            self.verdicts.add(verdict, self.left)
+        self.left = self.open_block = self.delayed = None
 
     # The step.
 
@@ -419,8 +423,6 @@ class Gradients:
 
     def verdicts_for_step(self) -> list[Verdict]:
         """Return what the checks found in the gradients that the step is about to use."""
-        if not self.verdicts.of_cleared:
-            return self.verdicts.of_gradients
         self.verdicts.look_for_assigned(grads_of(self.groups.unmastered))
         return self.verdicts.for_step(self.groups.pairs.were_assigned)
 
@@ -476,15 +478,20 @@ class Gradients:
             if grad is not None:
                 yield parameter, grad
 
-    def end_step(self, was_skipped: bool = False) -> None:
+    def end_step(self, verdicts: Sequence[Verdict] = ()) -> None:
         """Note that a step has used the masters' gradients. Idempotent.
 
         They stay, as in torch; after a step in a backward they are dropped. Before torch 2.10 they stay
         until the next forward, block or step, for a wrapper may read them after the step that it wraps;
         after a skipped step they are dropped at once.
+
+        Args:
+            verdicts: those that the step went by.
         """
         self.verdicts.end_step()
-        is_dropped = self.open_block is not None or (was_skipped and not HAS_GRAD_DTYPE)
+        is_dropped = self.open_block is not None
+        if not HAS_GRAD_DTYPE:
+            is_dropped |= any(verdict.known for verdict in verdicts)
         if is_dropped:
             pairs = self.groups.pairs
             store_grads(pairs.masters)

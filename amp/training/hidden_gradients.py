@@ -7,7 +7,6 @@ dtype.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,15 +20,14 @@ _hidden: list[list[Any]] = []
 """The `Gradients` that each compilation under way has hidden; compilations may nest."""
 
 
-def register_with_dynamo() -> None:
-    """Let Dynamo hide gradients while it compiles. `torch._dynamo.reset` forgets this."""
-    dynamo = sys.modules.get("torch._dynamo.callback")
-    if dynamo is not None and _begin_compiling not in dynamo.callback_handler.start_callbacks:
-        dynamo.on_compile_start(_begin_compiling)
-        dynamo.on_compile_end(_end_compiling)
+def register_with_dynamo(dynamo: Any) -> None:
+    """Let `torch._dynamo.callback` hide gradients while it compiles."""
+    dynamo.on_compile_start(begin_compiling)
+    dynamo.on_compile_end(_end_compiling)
 
 
-def _begin_compiling(*_: object) -> None:
+def begin_compiling(*_: object) -> None:
+    """Hide the gradients of all sessions."""
     _hidden.append(_hide(active.open_sessions()))
 
 

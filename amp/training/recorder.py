@@ -1,9 +1,14 @@
-"""The recent updates of a loss scaler, its streaks of overflows, and the warning about endless ones."""
+"""What the host learns later of what a device has decided: updates of a scale, and bad gradients.
+
+A `FlightRecorder` keeps the recent updates of a loss scaler, its streaks of overflows, and the warning
+about endless ones. Nothing here makes the host wait, unless it is asked to.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 from typing import NamedTuple
 
@@ -11,8 +16,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import first_few, warn
-from amp.training.bad_gradients import BadGradientLog, Names
-from amp.training.host_copies import HostCopies
+from amp.kernels.tensor_lists import local
 
 SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
 """The index of each number in a scaler's state; see `amp.kernels.update_scale`."""
@@ -20,6 +24,124 @@ STATE_SIZE = 7
 KEPT = 256
 BELOW_ONE = 3
 """How many overflows in a row at a scale below 1 are a streak, whatever the patience."""
+
+
+class HostCopies:
+    """A queue of copies on their way from a device to the host.
+
+    Attributes:
+        underway: the copies: number, tensor on the host, and what tells that it has come.
+    """
+
+    def __init__(self) -> None:
+        # Copies that nobody asks for are dropped, the oldest first.
+        self.underway: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque(maxlen=256)
+
+    def send(self, tensor: Tensor, number: int = 0) -> None:
+        """Start to copy what a tensor holds now. The host does not wait for the device.
+
+        Nothing is sent in CUDA graph capture: the host does not see what a replay does.
+
+        Args:
+            tensor: a few numbers.
+            number: the number of the copy; later copies have larger ones.
+        """
+        if not tensor.is_cuda:
+            self.underway.append((number, tensor.clone(), None))
+            return
+        with torch.cuda.device(tensor.device):
+            if torch.cuda.is_current_stream_capturing():
+                return
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+            copy.copy_(tensor, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self.underway.append((number, copy, event))
+
+    def arrived(self, wait: bool = False, until: int = -1) -> list[tuple[int, list[float]]]:
+        """Return the copies that came since the last call, with their numbers, oldest first.
+
+        Args:
+            wait: wait for copies that are still under way. Otherwise the host does not wait for a CUDA
+                device; for other devices, which have no pinned memory here, it does.
+            until: wait for copies with numbers up to this one.
+        """
+        if self.underway and self.underway[0][2] and torch.cuda.is_current_stream_capturing():
+            return []  # there events cannot be queried
+        values = []
+        while self.underway:
+            number, copy, event = self.underway[0]
+            if event is not None:
+                if wait or number <= until:
+                    event.synchronize()
+                elif not event.query():  # type: ignore[no-untyped-call]
+                    break
+            values.append((number, copy.tolist()))
+            self.underway.popleft()
+        return values
+
+
+_LISTS = 8
+"""How many lists are remembered; there are several if some parameters get no gradient at times."""
+
+Parameters = Sequence[Tensor]
+Names = Callable[[Parameters], list[str]]
+
+
+class BadGradientLog:
+    """For each parameter of some lists, the last update of a scaler at which its gradient was bad.
+
+    Kernels write it, for cases in which the host learns of an overflow too late to check the gradients.
+
+    Attributes:
+        underway: the names of the entries that the host has asked for and not got yet.
+    """
+
+    def __init__(self) -> None:
+        self._lists: dict[int, tuple[Parameters, Tensor, Names]] = {}
+        self._copies = HostCopies()
+        self.underway: deque[list[str]] = deque(maxlen=256)
+
+    def entries_of(self, parameters: Parameters, names: Names) -> Tensor:
+        """Return the tensor that a kernel writes: float32 `[n]`, one entry a parameter, NaN at first.
+
+        Args:
+            parameters: the same list each time, of one device.
+            names: returns the names of parameters.
+        """
+        known = self._lists.get(id(parameters))
+        if known is None:
+            if len(self._lists) == _LISTS:
+                del self._lists[next(iter(self._lists))]
+            entries = torch.full(
+                (len(parameters),), math.nan, dtype=torch.float32, device=parameters[0].device
+            )
+            known = self._lists[id(parameters)] = parameters, entries, names
+        return known[1]
+
+    def fetch(self) -> None:
+        """Start to copy all entries to the host. The host does not wait for the device."""
+        for parameters, entries, names in self._lists.values():
+            self._copies.send(entries)
+            self.underway.append(names(parameters))
+
+    def arrived(self, wait: bool) -> dict[str, int]:
+        """Return the last bad update of each parameter that had one, as far as copies have arrived."""
+        found: dict[str, int] = {}
+        for _, steps in self._copies.arrived(wait):
+            named = zip(self.underway.popleft(), steps, strict=True)
+            found |= {name: int(step) for name, step in named if not math.isnan(step)}
+        return found
+
+
+def bad_flags(grads: Iterable[Tensor]) -> Tensor:
+    """Return 1.0 for each gradient that has an inf or NaN, else 0.0, float32 `[n]`. No host sync."""
+    values = [local(grad) for grad in grads]
+    dense = [each._values() if each.is_sparse else each for each in values]
+    flags = [each.isfinite().all().logical_not().to(torch.float32) for each in dense]
+    if not flags:
+        return torch.zeros(0, device="cpu")
+    return torch.stack([flag.to(flags[0].device) for flag in flags])
 
 
 class Transition(NamedTuple):
@@ -147,7 +269,10 @@ class FlightRecorder:
             self.overflows += 1
             self._overflowed.add(step)
         self._newest = step
-        self._count_steps_before(step)  # another optimizer may still step after this one
+        while self._steps and (last := max(self._steps[0])) < step:  # not yet for this one
+            self._skipped += not self._steps.popleft().isdisjoint(self._overflowed)
+            self._overflowed = {number for number in self._overflowed if number > last}
+            self._counted_to = last
         self._below_one = self._below_one + 1 if overflow and self.scale < 1.0 else 0
         is_streak = in_a_row >= self._patience or self._below_one >= min(BELOW_ONE, self._patience)
         if is_streak and not self._is_streak:
@@ -175,12 +300,6 @@ class FlightRecorder:
         """How many steps were skipped, of those whose updates have reached the host."""
         come = [numbers for numbers in self._steps if max(numbers) <= self._newest]
         return self._skipped + sum(not numbers.isdisjoint(self._overflowed) for numbers in come)
-
-    def _count_steps_before(self, update: int) -> None:
-        while self._steps and (last := max(self._steps[0])) < update:
-            self._skipped += not self._steps.popleft().isdisjoint(self._overflowed)
-            self._overflowed = {number for number in self._overflowed if number > last}
-            self._counted_to = last
 
 
 SETTLED = 16

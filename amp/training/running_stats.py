@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from amp.kernels.backend import is_on_host
 from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import are_plain
-from amp.training.host_copies import is_on_host
 from amp.undo import Undo
 
 _NAMES = ("running_mean", "running_var")

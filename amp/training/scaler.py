@@ -19,12 +19,11 @@ from torch import Tensor
 from amp.distributed import ProcessGroup, without_contained
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError, AmpValueError
+from amp.kernels.backend import is_on_host
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks
-from amp.training.bad_gradients import Names
-from amp.training.host_copies import is_on_host
 from amp.training.recorder import (
     FOUND_INF,
     GOOD_STEPS,
@@ -33,8 +32,8 @@ from amp.training.recorder import (
     STATE_SIZE,
     UPDATES,
     FlightRecorder,
+    Names,
 )
-from amp.training.verdicts import Verdict
 
 if TYPE_CHECKING:
     from amp.kernels.launch_plans import BadSteps
@@ -113,7 +112,9 @@ class LossScaler:
         updates: how often it was updated.
         recorder: the recent updates, as far as they have reached the host.
         device: the device of the scale, which is that of the last loss.
+        is_on_host: whether the host reads the scale without waiting for a device.
         scale_on_device: the scale, float32 `[]`: a view that changes with it.
+        found_inf: the flag that checks set, float32 `[1]`; None for a scaler that checks nothing.
     """
 
     def __init__(
@@ -145,8 +146,7 @@ class LossScaler:
     def scale_and_remember(self, loss: Tensor) -> tuple[Tensor, ScaleSnapshot]:
         """Return `loss * scale`, float32 for a 16-bit loss, and that scale. No host sync."""
         wide = loss.float() if loss.dtype in LOW_PRECISION else loss
-        is_used = self.config.check or not self.config.is_identity
-        if is_used and self.device != loss.device:
+        if self.device != loss.device and (self.config.check or not self.config.is_identity):
             self._keep_on(loss.device)
         used = self.scale_now()
         # A graph made inside the block may be used after the scale has moved: it gets the copy.
@@ -168,9 +168,10 @@ class LossScaler:
         """Move the state to a device, and make the views of it that each step uses."""
         self.device = device
         self._state = self._state.to(device)
+        self.is_on_host = is_on_host(self._state)
         self.scale_on_device = self._state[SCALE]
         self._inv_scale = self._state[INVERSE : INVERSE + 1]
-        self._found_inf = self._state[FOUND_INF : FOUND_INF + 1]
+        self.found_inf = self._state[FOUND_INF : FOUND_INF + 1] if self.config.check else None
         self._updates_on_device = self._state[UPDATES : UPDATES + 1]
 
     @property
@@ -217,30 +218,14 @@ class LossScaler:
         """Return the current scale, for the gradients of a loss that is scaled now."""
         return ScaleSnapshot(self, self.version, self.scale_on_device.clone(), self._inv_scale.clone())
 
-    @property
-    def found_inf(self) -> Tensor | None:
-        """The flag that checks set, float32 `[1]`; None for a scaler that checks nothing."""
-        return self._found_inf if self.config.check else None
-
-    @property
-    def is_on_host(self) -> bool:
-        """Whether the host reads the state without waiting for a device."""
-        return is_on_host(self._state)
-
     def checks(self, skips_on_device: Callable[[], bool]) -> bool:
         """Whether an optimizer's gradients are checked.
 
         Args:
             skips_on_device: returns whether it skips a step on the device by itself.
         """
-        if self.config.check == "auto":
-            return self.is_on_host or skips_on_device()
-        return bool(self.config.check)
-
-    def verdict(self) -> Verdict | None:
-        """Return the verdict since the last update; None for a scaler that checks nothing."""
-        found_inf = self.found_inf
-        return None if found_inf is None else Verdict(self, found_inf.clone())
+        check = self.config.check
+        return bool(check) and (check is True or self.is_on_host or skips_on_device())
 
     def update(self, norm: Tensor | None = None) -> None:
         """Move the scale, by the checks since the last update. No host sync.
@@ -248,19 +233,8 @@ class LossScaler:
         Args:
             norm: the norm of the unscaled gradients, float32 of one element, for the recorder.
         """
-        number = self.updates
-        self._advance()
-        self.updates = number + 1
-        if self.config.check:
-            self.recorder.send(number, self._state, norm)
-
-    def forget_check(self) -> None:
-        """Forget the checks since the last update, after an error or an interrupt."""
-        self._found_inf.zero_()
-        self._updates_on_device.fill_(self.updates)
-
-    def _advance(self) -> None:
         config = self.config
+        number = self.updates
         self.version += 1
         kernels.update_scale.update_scale(
             self._state,
@@ -272,6 +246,14 @@ class LossScaler:
             floor=config.floor,
             ceiling=max(config.max, config.start),
         )
+        self.updates = number + 1
+        if config.check:
+            self.recorder.send(number, self._state, norm)
+
+    def forget_check(self) -> None:
+        """Forget the checks since the last update, after an error or an interrupt."""
+        self._state[FOUND_INF].zero_()
+        self._updates_on_device.fill_(self.updates)
 
     def bad_steps_of(self, parameters: Sequence[Tensor], names: Names) -> BadSteps:
         """Return where a kernel logs which gradients are bad; the host reads it later.
@@ -296,9 +278,9 @@ class LossScaler:
 
         def put_back() -> None:
             self.version += 1
+            vars(self).update(before)
             self._keep_on(state.device)
             self._state.copy_(state)
-            vars(self).update(before)
             self.recorder.scale = scale
 
         return put_back

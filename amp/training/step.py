@@ -6,7 +6,8 @@
 | `_step_unscaled`    | any other                           | in `.grad` | the session          |
 | `_run_with_closure` | is given a closure                  | in `.grad` | the session          |
 
-`amp.training.verdicts` decides who skips a step after an overflow.
+`amp.training.verdicts` decides who skips a step after an overflow. `Unattached` finds the steps of
+optimizers that no session has, and that should have masters.
 """
 
 from __future__ import annotations
@@ -14,28 +15,36 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import repeat
 from operator import is_not
 from typing import Any
 
-from torch import Tensor
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from amp.active import newest_caster
 from amp.casting.regions import ThreadState, disable_casts, forget_casts, same_casts
-from amp.errors import AmpRuntimeError
+from amp.dtypes import LOW_PRECISION
+from amp.errors import AmpRuntimeError, warn
 from amp.kernels.interrupts import followed_by
 from amp.masters.agreement import Pairs
 from amp.masters.master_weights import MasterWeights
+from amp.masters.shared_state import SharedState
 from amp.observers import everywhere
 from amp.training.deferral import Deferred
 from amp.training.gradients import Gradients
 from amp.training.group_contents import Groups
 from amp.training.step_inputs import StepInputs
-from amp.training.unattached_optimizers import unattached
 from amp.training.verdicts import SKIP, Capabilities, Verdict, decide, note_step
+from amp.training.wrapped_optimizers import innermost
 
 _grad = operator.attrgetter("grad")
 
@@ -79,7 +88,8 @@ class OptimizerStep:
             return step(*args, **kwargs) if closure is None else step(closure, *args, **kwargs)
         if attached.owner.is_rehearsal:
             return None
-        if attached.has_half:
+        state_is_shared = isinstance(self._optimizer.state, SharedState) and not attached.is_wrapped
+        if attached.has_half and not state_is_shared:
             attached.share_state()  # a script may have given the optimizer another one
         kwargs = {name: self._stepped(value) for name, value in kwargs.items()}
         for observer in (*everywhere, *attached.owner.observers):
@@ -127,7 +137,9 @@ class OptimizerStep:
         if misuse is not None or gradients.are_none():
             attached.check.check_not_replaced()
         before = None if misuse is None else misuse.step_begins()
-        self.verdicts = gradients.verdicts_for_step()
+        self.verdicts = gradients.verdicts.of_gradients
+        if gradients.verdicts.of_cleared:
+            self.verdicts = gradients.verdicts_for_step()
         self._is_to_end, self._unwritten = False, None
 
         def run() -> Any:
@@ -147,7 +159,8 @@ class OptimizerStep:
             return result
 
         result = followed_by(run, self._end)
-        self._end_iteration()
+        if attached.owner.fp8 is not None:
+            self._end_iteration()
         self._learn(self.verdicts)  # last: it may warn, which may be an error
         return result
 
@@ -172,10 +185,8 @@ class OptimizerStep:
         finally:
             if has_returned or inputs.changes.are_made:  # a hook may raise after the step
                 self._is_to_end = True
-                if not _has_hooks_after(self._optimizer):
-                    pairs.note_agreement()
-        if _has_hooks_after(self._optimizer):
-            pairs.write_changed()
+                if not has_returned:
+                    pairs.write_changed()
         return result
 
     def _step_unscaled(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
@@ -192,9 +203,6 @@ class OptimizerStep:
                     step = functools.partial(masters.run_step, self._optimizer, pairs.masters, step)
                 self._unwritten = pairs
                 result = self._with_hooks(step, pairs.merge, self._write)
-                self._write()
-                if _has_hooks_after(self._optimizer):
-                    pairs.write_changed()
         self._is_to_end = True
         return result
 
@@ -204,7 +212,7 @@ class OptimizerStep:
             if self._gradients.open_block is not None:
                 pairs.write_changed()  # a backward that is under way still needs the others
             else:
-                pairs.write_back(pairs.trained())
+                pairs.write_back()
             if not self._masters.are_whole:
                 self._masters.split_joined()
             self._unwritten = None
@@ -219,7 +227,7 @@ class OptimizerStep:
             merge: lets masters take what was written to the model, after the last hook before the step.
             write: writes masters to the model, before the first hook after the step.
         """
-        optimizer, handles = self._optimizer, []
+        optimizer, handles, is_written = self._optimizer, [], False
         of_all = [x for x in _global_optimizer_pre_hooks.values() if x is not unattached]
 
         def before(*_: object) -> None:
@@ -227,26 +235,38 @@ class OptimizerStep:
             if merge is not None:
                 merge()
 
+        def after(*_: object) -> None:
+            nonlocal is_written
+            write()
+            is_written = True
+
         has_hooks = hasattr(optimizer, "register_step_pre_hook")  # else torch calls none, of any kind
         if has_hooks and (getattr(optimizer, "_optimizer_step_pre_hooks", None) or of_all):
             handles.append(optimizer.register_step_pre_hook(before))
         elif merge is not None:
             merge()
-        if _has_hooks_after(optimizer):
-            handles.append(optimizer.register_step_post_hook(lambda *_: write()))
+        if has_hooks and (optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks):
+            handles.append(optimizer.register_step_post_hook(after))
             optimizer._optimizer_step_post_hooks.move_to_end(handles[-1].id, last=False)
         try:
-            return step()
+            result = step()
         finally:
             for handle in handles:
                 handle.remove()
+        if is_written:
+            self._gradients.groups.pairs.write_changed()  # of the hooks
+        else:
+            write()
+        return result
 
     def _end(self) -> None:
         """Do what follows a step that was taken or skipped, or was interrupted. Idempotent."""
-        self._write()
-        forget_inputs(self._optimizer)
+        if self._unwritten is not None:
+            self._write()
+        if not _INPUTS.isdisjoint(vars(self._optimizer)):
+            forget_inputs(self._optimizer)
         if self._is_to_end:
-            self._gradients.end_step(any([x.is_known_overflow for x in self.verdicts]))  # noqa: C419
+            self._gradients.end_step(self.verdicts)
             self._is_to_end = False
             attached = self._attached()
             if attached.misuse is not None and attached.misuse.is_over:
@@ -263,14 +283,12 @@ class OptimizerStep:
         own = functools.partial(step, evaluate, *args, **kwargs)
         with disable_casts(), self._masters.as_float32(pairs.masters, may_write=True):
             result = self._with_hooks(own, pairs.merge, self._write)
-            self._write()
-        if _has_hooks_after(self._optimizer):
-            pairs.write_changed()
         attached.check.check_not_replaced()
         self.verdicts = []
         self._tell_end()
         self._gradients.end_step()
-        self._end_iteration()
+        if attached.owner.fp8 is not None:
+            self._end_iteration()
         if misuse is not None:
             misuse.closure_has_ended()
             if misuse.is_over:
@@ -281,7 +299,7 @@ class OptimizerStep:
         """Evaluate the model on what masters are now; after an overflow again, at the lowered scale."""
         gradients = self._gradients
         pairs = gradients.groups.pairs
-        pairs.write_back(pairs.trained())
+        pairs.write_back()
         forget_casts()  # of the weights of the last evaluation
         with as_around_the_step():
             for _ in range(_CLOSURE_TRIES):
@@ -312,8 +330,7 @@ class OptimizerStep:
 
     def _end_iteration(self) -> None:
         """Move the scales of `fp8="delayed"`, if no block has done so."""
-        fp8 = self._attached().owner.fp8
-        history = None if fp8 is None else fp8.history
+        history = self._attached().owner.fp8.history
         if history is not None:
             if not history.ended_in_block:
                 history.share(self._gradients.groups.process_groups)
@@ -326,12 +343,61 @@ class OptimizerStep:
                 self._attached().owner.learn(scaler)
 
 
-def _has_hooks_after(optimizer: Any) -> bool:
-    own = getattr(optimizer, "_optimizer_step_post_hooks", None)
-    return own is not None and bool(own or _global_optimizer_post_hooks)
+_INPUTS = {"scaled_grads", "grad_scale", "found_inf"}
 
 
 def forget_inputs(optimizer: Any) -> None:
     """Remove the inputs of a step from an optimizer: later steps would use them."""
-    for name in ("scaled_grads", "grad_scale", "found_inf"):
+    for name in _INPUTS:
         vars(optimizer).pop(name, None)
+
+
+# Steps of other optimizers.
+
+
+class Unattached:
+    """Warns once of each optimizer that steps 16-bit weights of the models, which should have masters.
+
+    Optimizers of a session hold the masters instead. Of a wrapper, the one inside it is looked at.
+
+    There is one hook for all sessions. Only `forget` removes it: the garbage collector, which may run
+    while torch calls its hooks, must not change them.
+    """
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._hook: RemovableHandle | None = None
+
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """Warn of optimizers that step weights of these models too."""
+        self._models.update(models)
+        self._known.clear()
+        if self._hook is None:
+            self._hook = register_optimizer_step_pre_hook(self)
+
+    def forget(self, models: Iterable[nn.Module]) -> None:
+        """Warn no longer of these models, because their session has closed."""
+        self._models.difference_update(models)
+        if self._hook is not None and not self._models:
+            self._hook.remove()
+            self._hook = None
+
+    def __call__(self, optimizer: Any, *_: object) -> None:
+        """Look at an optimizer that is about to step for the first time."""
+        if torch.compiler.is_compiling() or optimizer in self._known:
+            return
+        self._known.add(optimizer)
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        half = (p for model in self._models for p in model.parameters() if p.dtype in LOW_PRECISION)
+        if innermost(optimizer) is optimizer and any(id(parameter) in stepped for parameter in half):
+            warn(
+                f"{type(optimizer).__name__} has 16-bit weights of a model of amp.initialize and no "
+                "FP32 masters: small updates are lost, and its gradients are not unscaled. Pass it to "
+                "amp.initialize together with the model, or now to "
+                "amp.get_session().initialize([], optimizer). To step 16-bit weights, pass "
+                "master_weights=False"
+            )
+
+
+unattached = Unattached()

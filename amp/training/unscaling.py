@@ -2,21 +2,20 @@
 
 | from                     | to                         | when                    | function         |
 |--------------------------|----------------------------|-------------------------|------------------|
-| gradients of a block     | themselves, and FP32 sums  | the block ends, scaled  | `unscale`        |
+| gradients of a block     | FP32 of masters, and sums  | the block ends, scaled  | `unscale`        |
 | the same, with a graph   | operations of autograd     | the same                | `unscale`        |
-| the same                 | found_inf                  | the block ends, scale 1 | `check`          |
 | the same                 | FP32 of masters, added     | the block ends, scale 1 | `add_to_masters` |
-| deferred gradients       | found_inf, and norms       | the block ends          | `check`, `norms` |
 | deferred gradients       | FP32 sums                  | a later block ends      | `sums`           |
 | deferred gradients       | FP32 in memory of their own| something reads one     | `unscaled`       |
 
+Gradients that a parameter of the model keeps, and adds to no others, are unscaled where they are.
 Masters become 16-bit weights, and take over what was written to these, in `amp.masters.agreement`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,12 +23,11 @@ from torch import Tensor
 
 from amp.distributed import shard_like
 from amp.kernels.interrupts import at_once, without_grad
-from amp.kernels.tensor_lists import TensorList, are_plain, local
+from amp.kernels.tensor_lists import TensorList, are_plain
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
 
 if TYPE_CHECKING:
-    from amp.kernels.l2norm import Norms
     from amp.kernels.launch_plans import BadSteps
 
 
@@ -47,44 +45,6 @@ class Move(NamedTuple):
     parameter: Tensor
     source: Any
     total: Tensor | None
-
-
-def _target(move: Move) -> Any:
-    """Return where an unscaled gradient goes: for a master, new memory in FP32."""
-    if move.stepped is move.parameter:
-        return move.source
-    if move.source.is_sparse:
-        return move.source.to(torch.float32)
-    return shard_like(torch.empty_like(local(move.source), dtype=torch.float32), move.stepped)
-
-
-def check(
-    grads: Iterable[Tensor], inv_scale: Tensor, found_inf: Tensor, bad_steps: BadSteps | None = None
-) -> None:
-    """Set `found_inf`, float32 `[1]`, if a gradient is inf or NaN, also once unscaled. No host sync.
-
-    Args:
-        grads: as a `TensorList` if all are dense, in dtypes that a kernel takes.
-        inv_scale: float32 `[1]`, what they are to be multiplied by.
-        found_inf: the flag.
-        bad_steps: where to log which gradients are bad.
-    """
-    if not isinstance(grads, TensorList):
-        grads = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
-    kernels.unscale.check(grads, inv_scale, found_inf, bad_steps=bad_steps)
-
-
-def norms(
-    grads: TensorList,
-    inv_scale: Tensor,
-    found_inf: Tensor,
-    max_norm: float,
-    bad_steps: BadSteps | None = None,
-) -> Norms:
-    """Do `check`, and return the norms of the unscaled gradients, to clip them to `max_norm`."""
-    return kernels.l2norm.l2norm(  # type: ignore[no-any-return]
-        grads, inv_scale, found_inf=found_inf, max_norm=max_norm, bad_steps=bad_steps
-    )
 
 
 def unscale(
@@ -105,8 +65,6 @@ def unscale(
             if some of the targets are sums and others are not.
         have_graphs: whether backward has made them with `create_graph=True`.
     """
-    if not moves:
-        return
     if have_graphs:
         _unscale_in_graph(moves, inv_scale, found_inf)
         return
@@ -123,15 +81,16 @@ def unscale(
         sources = [move.source for move in adding]
         kernels.axpby.axpby(inv_scale, sources, 1.0, totals, totals, found_inf, **logged)
     new = [move.source for move in moving]
-    if (
-        are_plain([move.stepped for move in moving])
-        and not any(source.is_sparse for source in new)
-        and all(move.stepped is not move.parameter for move in moving)
-    ):
-        targets = [torch.empty_like(source, dtype=torch.float32) for source in new]
-    else:
-        targets = list(map(_target, moving))
+    targets = list(new)
+    for i, move in enumerate(moving):
+        if move.stepped is not move.parameter:  # a master
+            dtype, is_sparse = torch.float32, new[i].is_sparse
+            targets[i] = new[i].to(dtype) if is_sparse else torch.empty_like(new[i], dtype=dtype)
     kernels.unscale.unscale(new, targets, inv_scale, found_inf, **logged)
+    if not are_plain([move.stepped for move in moving]):
+        for i, move in enumerate(moving):
+            if move.stepped is not move.parameter:
+                targets[i] = shard_like(targets[i], move.stepped)
     for move in moves:
         move.parameter.grad = None
         if move.total is not None:
@@ -141,13 +100,6 @@ def unscale(
             move.stepped.grad = target
         else:
             add_grad(move.stepped, target)
-
-
-def unscale_in_place(
-    grads: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor | None, bad_steps: BadSteps | None
-) -> None:
-    """Unscale gradients where they are. No host sync."""
-    kernels.unscale.unscale(grads, grads, inv_scale, found_inf, bad_steps=bad_steps)
 
 
 def _unscale_in_graph(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tensor | None) -> None:

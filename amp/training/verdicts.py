@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from amp.training.bad_gradients import bad_flags
-from amp.training.host_copies import is_on_host
+from amp.training.recorder import bad_flags
 
 if TYPE_CHECKING:
     from amp.training.scaler import LossScaler
@@ -39,16 +38,10 @@ class Verdict:
         return Verdict(self.scaler, both, self.step)
 
     @property
-    def is_known_overflow(self) -> bool:
-        """Whether the host knows that it was an overflow. No host sync."""
-        is_known = is_on_host(self.found_inf) or "overflowed" in vars(self)
-        return is_known and self.overflowed
-
-    @property
-    def may_be_overflow(self) -> bool:
-        """Whether the host does not know that it was none. No host sync."""
-        is_known = is_on_host(self.found_inf) or "overflowed" in vars(self)
-        return not is_known or self.overflowed
+    def known(self) -> bool | None:
+        """Whether it was an overflow, if the host knows it; else None. No host sync."""
+        is_known = self.scaler.is_on_host or "overflowed" in vars(self)
+        return self.overflowed if is_known else None
 
     @functools.cached_property
     def overflowed(self) -> bool:
@@ -70,12 +63,13 @@ class Capabilities:
 
     Attributes:
         takes_scaled: whether it unscales gradients itself, and writes the model.
+        may_skip: whether it skips steps after an overflow by itself, if its groups allow it.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.takes_scaled = declares(optimizer, "_step_takes_scaled_grads")
-        self._skips_on_device = (
+        self.may_skip = self.takes_scaled or (
             declares(optimizer, "_step_supports_amp_scaling")
             and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         )
@@ -86,7 +80,7 @@ class Capabilities:
         Torch's SGD reads `found_inf` only if `fused` is set. If a parameter's first step is skipped,
         its momentum stays uninitialized, so the host decides about that step.
         """
-        if self.takes_scaled or not self._skips_on_device:
+        if self.takes_scaled or not self.may_skip:
             return self.takes_scaled
         state = self._optimizer.state
         return all(
@@ -117,7 +111,7 @@ def note_step(
     """
     for scaler in {verdict.scaler: None for verdict in verdicts}:
         scaler.recorder.note_step([each.step for each in verdicts if each.scaler is scaler])
-    overflows = [verdict for verdict in verdicts if verdict.is_known_overflow]
+    overflows = [verdict for verdict in verdicts if verdict.known]
     if overflows and (pairs := list(of_model())):
         names, flags = names_of([each for each, _ in pairs]), bad_flags(grad for _, grad in pairs)
         for verdict in overflows:
@@ -137,7 +131,7 @@ def decide(verdicts: Sequence[Verdict], capabilities: Capabilities) -> str | Ten
     """
     if not verdicts:
         return STEP
-    if capabilities.skips_on_device():
+    if capabilities.may_skip and capabilities.skips_on_device():
         found = [verdict.found_inf for verdict in verdicts]
         return functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)
     return SKIP if any(verdict.overflowed for verdict in verdicts) else STEP
@@ -154,33 +148,29 @@ class Verdicts:
         of_gradients: what the checks found in the gradients that are there.
         of_cleared: what they found in gradients that were cleared since the last step, and may be
             assigned again.
+        stepped: how many of `of_gradients` the last step has gone by.
     """
 
     def __init__(self) -> None:
         self.of_gradients: list[Verdict] = []
         self.of_cleared: list[Verdict] = []
+        self.stepped = 0
         self._were_assigned = False
         self._left: set[Tensor | None] = set()
         """The gradients of parameters without a master that are not assigned, if any were cleared."""
-        self._stepped = 0
-        """How many of `of_gradients` the last step has gone by."""
 
-    def add(self, verdict: Verdict | None, grads: Sequence[Tensor | None], left: Tensor | None) -> None:
-        """Note what the check of a block has found, if there was one.
+    def add(self, verdict: Verdict, left: Tensor | None) -> None:
+        """Note what the check of a block has found.
 
         Args:
             verdict: the verdict.
-            grads: the gradients of parameters without a master now.
             left: whether gradients that the last step has left are bad still, float32 `[1]`, if they
                 were checked again.
         """
-        if self.of_cleared:
-            self.note_left(grads)
-        if verdict is None:
-            return
-        old, new = self.of_gradients[: self._stepped], self.of_gradients[self._stepped :]
-        still = [] if left is None else [each.still(left) for each in old if each.may_be_overflow]
-        self.of_gradients, self._stepped = [*still, *_bounded([*new, verdict])], len(still)
+        old, new = self.of_gradients[: self.stepped], [*self.of_gradients[self.stepped :], verdict]
+        still = [] if left is None else [each.still(left) for each in old if each.known is not False]
+        new = joined(new) if len(new) > MOST_VERDICTS else new
+        self.of_gradients, self.stepped = [*still, *new], len(still)
 
     def note_left(self, grads: Sequence[Tensor | None]) -> None:
         """Note gradients of parameters without a master: a block has left them, or they are zeros."""
@@ -189,9 +179,10 @@ class Verdicts:
 
     def clear(self) -> None:
         """Note that the gradients were cleared."""
-        if new := self.of_gradients[self._stepped :]:
-            self.of_cleared = _bounded([*self.of_cleared, *new])
-        self.of_gradients, self._left, self._stepped = [], set(), 0
+        if new := self.of_gradients[self.stepped :]:
+            cleared = [*self.of_cleared, *new]
+            self.of_cleared = joined(cleared) if len(cleared) > MOST_VERDICTS else cleared
+        self.of_gradients, self._left, self.stepped = [], set(), 0
         self._were_assigned = False
 
     def look_for_assigned(self, grads: Sequence[Tensor | None]) -> None:
@@ -215,17 +206,13 @@ class Verdicts:
     @property
     def may_be_of_left(self) -> bool:
         """Whether a step may have been skipped for gradients that it has left. No host sync."""
-        return any(verdict.may_be_overflow for verdict in self.of_gradients[: self._stepped])
+        return any(verdict.known is not False for verdict in self.of_gradients[: self.stepped])
 
     def take(self) -> list[Verdict]:
         """Return the verdicts about the gradients that are there, and forget them."""
-        taken, self.of_gradients, self._stepped = self.of_gradients, [], 0
+        taken, self.of_gradients, self.stepped = self.of_gradients, [], 0
         return taken
 
     def end_step(self) -> None:
         """Note that a step has gone by all of them."""
-        self.of_cleared, self._were_assigned, self._stepped = [], False, len(self.of_gradients)
-
-
-def _bounded(verdicts: list[Verdict]) -> list[Verdict]:
-    return joined(verdicts) if len(verdicts) > MOST_VERDICTS else verdicts
+        self.of_cleared, self._were_assigned, self.stepped = [], False, len(self.of_gradients)

@@ -372,8 +372,9 @@ def test_master_copy_rounds_to_nearest_even(
 @pytest.mark.parametrize("reset_each_step", [False, True])
 @pytest.mark.parametrize("scale", [65536.0, 8.0, 2.0**30])  # within the bounds, below, and above
 def test_update_scale_is_its_plain_torch_self(
-    device: torch.device, scale: float, reset_each_step: bool
+    device: torch.device, scale: float, reset_each_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And so is the one in Python's floats, which only a state on the CPU takes."""
     for seed in range(3):
         chance = random.Random(seed)
         options: dict[str, Any] = {
@@ -386,13 +387,17 @@ def test_update_scale_is_its_plain_torch_self(
             "ceiling": (2.0**24, 1e5, math.inf)[seed % 3],
         }
         start = [scale, 1 / scale, 0.0, options["hysteresis"], 0.0, 0.0, 0.0]
-        state, expected = torch.tensor(start, device=device), torch.tensor(start)
+        state, expected, on_host = torch.tensor(start, device=device), *torch.tensor([start, start])
         for _ in range(50):
             found = float(chance.random() < 0.4)
-            state[FOUND_INF] = expected[FOUND_INF] = found
+            state[FOUND_INF] = expected[FOUND_INF] = on_host[FOUND_INF] = found
             update_scale(state, **options)
-            update_scale(expected, **options, backend="reference")
+            update_scale(on_host, **options, backend="reference")
+            with monkeypatch.context() as patch:
+                patch.setattr("amp.kernels.update_scale.is_on_host", lambda tensor: False)
+                update_scale(expected, **options, backend="reference")
             assert torch.equal(state.cpu(), expected)
+            assert torch.equal(on_host, expected)
 
 
 # Whose elements they were.

@@ -150,7 +150,9 @@ def test_layers_whose_forward_is_not_called_have_gradients_all_the_same() -> Non
     assert sum(layer.weight_gradients.total for layer in seen.report().layers.values()) == count
 
 
-def test_looking_does_not_wait_for_the_device() -> None:
+def test_looking_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amp.kernels.update_scale.is_on_host", lambda tensor: False)
+
     class Waits(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = func.overloadpacket.__name__
