@@ -20,7 +20,7 @@ from amp.kernels.rule import (
     Prepared,
     UpdateRule,
     bias_correction,
-    correction_at,
+    corrections_at,
     in_double,
     log_of,
 )
@@ -49,7 +49,7 @@ def _prepare(numbers, t, of_tensor, n):
 
 def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     lr, beta1, beta2, new1, new2, log1, log2, eps, decay, l2, corrects_bias = numbers
-    correction1, correction2 = [correction_at(t, x) if corrects_bias else 1.0 for x in (log1, log2)]
+    correction1, correction2 = corrections_at(t, log1, log2) if corrects_bias else (1.0, 1.0)
     size, root = lr / correction1, 1 / correction2**0.5
     return 1 - lr * decay, l2, beta1, new1, beta2, new2, size, root, eps
 

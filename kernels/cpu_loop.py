@@ -1,4 +1,4 @@
-"""The optimizer step of large tensor lists on the CPU: a rule's formula as one C++ loop.
+"""The optimizer step of tensor lists on the CPU: a rule's formula as one C++ loop.
 
 Memory bandwidth limits a step, and eager torch goes through memory for each operation of a formula. The
 loop reads and writes each tensor once, on as many threads as torch uses, and one call steps all tensors
@@ -16,7 +16,9 @@ import ctypes
 import functools
 import itertools
 import operator
-from collections.abc import Sequence
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ from amp.kernels.tensor_lists import TensorList, are_plain
 
 WORTH_COMPILING = 2**20
 """The number of elements from which the loop soon saves more time than its compilation takes."""
+LONG = 1000
+"""After how many steps the loop for fewer elements is compiled beside the training."""
 PARALLEL = 2**15
 """The number of elements from which a tensor is divided among threads."""
 TYPES = {torch.float32: "float", torch.float16: "c10::Half", torch.bfloat16: "c10::BFloat16"}
@@ -130,7 +134,9 @@ def plan_loop(
     """
     types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
     present = tuple([number is not None for number in numbers])
-    loop = _compile(formula, types, present, own_bits is not None, merges)
+    elements = sum(lists["param"].kind.sizes)
+    made_of = formula, types, present, own_bits is not None, merges
+    loop = loop_for(source_of, made_of, "the optimizer step", elements)
     if loop is None:
         return indices, None
     flat, left = flat_and_others([*lists.values()], indices)
@@ -169,30 +175,53 @@ def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> b
         lists["param"][indices[0]].device.type == "cpu"
         and set(dtypes.values()) <= TYPES.keys()
         and dtypes.get("low") is not dtypes["param"]
-        and sum(map(Tensor.numel, lists["param"])) >= WORTH_COMPILING
         and all(map(are_plain, lists.values()))  # others keep their values elsewhere
         and not any(map(Tensor.is_neg, lists["grad"]))  # their memory holds the negated numbers
         and not requested(backend)[0]
     )
 
 
-def load_loop(source: str, purpose: str, compiles: bool = True) -> Any:
-    """Return a loop, or None: if it cannot be compiled, which is logged; or if it `compiles` nothing.
+_loops: dict[tuple[Any, ...], Any] = {}
+"""The loops that are loaded, by what they are made of; None for one that cannot be compiled."""
+_asked: Counter[tuple[Any, ...]] = Counter()
+"""How often those that are not were asked for."""
 
-    The host takes some seconds, or an instant if an earlier process has compiled it.
+
+def loop_for(source: Callable[..., str], made_of: tuple[Any, ...], purpose: str, elements: int) -> Any:
+    """Return a loop, or None: if it cannot be compiled, which is logged, or is not compiled yet.
+
+    For many elements it is compiled now, which takes some seconds. For few it is loaded if an earlier
+    process has compiled it; if none has, it is compiled in another thread in a long training.
+
+    Args:
+        source: returns the loop in C++.
+        made_of: the arguments of `source`.
+        purpose: names the loop in the log.
+        elements: how many elements it is to go through.
     """
+    key = source, *made_of
+    if key in _loops:
+        return _loops[key]
+    _asked[key] += 1
+    if elements >= WORTH_COMPILING:
+        _load(key, purpose)
+    elif _asked[key] == 1:
+        _load(key, purpose, compiles=False)
+    elif _asked[key] == LONG:
+        threading.Thread(target=_load, args=(key, purpose), daemon=True).start()
+    return _loops.get(key)
+
+
+def _load(key: tuple[Any, ...], purpose: str, compiles: bool = True) -> None:
+    """Load a loop; if it `compiles` nothing, only one that is compiled already."""
+    make_source, *made_of = key
+    source = make_source(*made_of)
     library = load_or_log(source, purpose) if compiles else load_kept(source)
-    if library is None:
-        return None
-    library.run.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
-    library.run.restype = None
-    return library.run
-
-
-@functools.cache
-def _compile(*arguments: Any) -> Any:
-    """Return the loop that `source_of` these arguments gives; None if it cannot be compiled."""
-    return load_loop(source_of(*arguments), "the optimizer step")
+    if library is not None:
+        library.run.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+        library.run.restype = None
+    if compiles or library is not None:
+        _loops[key] = library and library.run
 
 
 def source_of(

@@ -21,7 +21,7 @@ from torch import Tensor
 from amp.kernels.adam import MOMENTS, adam_numbers
 from amp.kernels.foreach import TensorGroup, norms_of
 from amp.kernels.language import jit, plain, tl
-from amp.kernels.rule import Numbers, Prepared, UpdateRule, bias_correction, correction_at
+from amp.kernels.rule import Numbers, Prepared, UpdateRule, bias_correction, corrections_at
 
 
 def _numbers(group: Mapping[str, Any]) -> Numbers:
@@ -48,7 +48,7 @@ def _prepare(numbers, t, of_tensor, n):
 
 def _at(numbers: list[float], t: float, norms: tuple[float, float] | None) -> Prepared:
     lr, beta1, beta2, new1, new2, log1, log2, eps, decay, l2, corrects_bias, always_adapts = numbers
-    correction1, correction2 = [correction_at(t, x) if corrects_bias else 1.0 for x in (log1, log2)]
+    correction1, correction2 = corrections_at(t, log1, log2) if corrects_bias else (1.0, 1.0)
     adapts = bool(decay or l2 or always_adapts)
     mean, root = 1 / correction1, 1 / correction2**0.5
     if norms is not None:

@@ -122,7 +122,9 @@ def _run_at_once(
     """Do `_run` in C++ or plain torch, on tensors of one device and dtype, where the flag is too."""
     left: Sequence[int] | None = None
     if looks and not (backend or requested()[0]):
-        loop = _loops.get(parameters[0].dtype) or _loop_for(parameters[0].dtype, masters)
+        elements = sum(map(Tensor.numel, masters))
+        made_of = (parameters[0].dtype,)
+        loop = cpu_loop.loop_for(_source_of, made_of, "the merge of masters", elements)
         if loop is not None:
             left = _merge_in_cpp(loop, [dense(parameters), dense(masters)], flag)
     if left is None:
@@ -178,25 +180,11 @@ def _are_at_hand(device: torch.device, lists: Sequence[Sequence[Tensor]]) -> boo
     return _get_current_dispatch_mode() is None and all(map(are_plain, lists))
 
 
-_loops: dict[torch.dtype, Any] = {}
-"""The loops that are loaded, by the dtype of parameters."""
-
-
-@functools.cache
-def _load_loop(dtype: torch.dtype, compiles: bool) -> Any:
+def _source_of(dtype: torch.dtype) -> str:
+    """Return the loop in C++, for parameters of a dtype."""
     lists = [("parameter", cpu_loop.TYPES[dtype]), ("master", cpu_loop.TYPES[torch.float32])]
     body = [f"merge(parameter_at, master_at, n, reinterpret_cast<float *>(row[{len(lists) + 1}]));"]
-    source = cpu_loop.loop_over(lists, body, columns=1)
-    return cpu_loop.load_loop(source, "the merge of masters", compiles)
-
-
-def _loop_for(dtype: torch.dtype, masters: Sequence[Tensor]) -> Any:
-    """Load the loop, or return None; it is compiled for many elements, and else only looked for."""
-    compiles = sum(map(Tensor.numel, masters)) >= cpu_loop.WORTH_COMPILING
-    loop = _load_loop(dtype, compiles)
-    if loop is not None:
-        _loops[dtype] = loop
-    return loop
+    return cpu_loop.loop_over(lists, body, columns=1)
 
 
 def _merge_in_cpp(loop: Any, both: list[TensorList], flag: Tensor | None) -> Sequence[int]:

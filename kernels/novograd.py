@@ -23,7 +23,7 @@ from amp.kernels.rule import (
     Prepared,
     UpdateRule,
     bias_correction,
-    correction_at,
+    corrections_at,
     in_double,
     log_of,
 )
@@ -58,8 +58,7 @@ def _prepare(numbers, t, of_tensor, n):
 def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     assert of_tensor is not None
     lr, beta1, fresh, log_beta1, log_beta2, eps, decay, corrects_bias, inside = numbers
-    logs = log_beta1, log_beta2
-    correction1, correction2 = [correction_at(t, x) if corrects_bias else 1.0 for x in logs]
+    correction1, correction2 = corrections_at(t, log_beta1, log_beta2) if corrects_bias else (1.0, 1.0)
     factor = 1 / (of_tensor / correction2**0.5 + eps)
     size = lr / correction1
     if inside:

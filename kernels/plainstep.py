@@ -25,8 +25,10 @@ from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
 from amp.kernels.merge import merged
 from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
-from amp.kernels.rule import Formula, Origin, Prepared, Single, StepArguments, Streams
+from amp.kernels.rule import Formula, Origin, Prepared, StepArguments, Streams, singles
 from amp.kernels.split import decode, encode
+
+_data: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # also where a subclass has another one
 
 LARGE = 2**16
 """The number of elements from which a tensor is not gathered with others."""
@@ -53,7 +55,7 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
     counted = [steps[i] for i in itertools.chain.from_iterable(groups)]
     changes.add(functools.partial(torch._foreach_add_, counted, 1.0))
     for group in groups:
-        loops = not are_whole and suits_loop(lists, group, arguments.backend)
+        loops = rule.direction is None and suits_loop(lists, group, arguments.backend)
         numbers = _numbers_for(arguments, group)
         on_cpu = is_on_cpu(lists["param"][group[0]])
         for t, same in _alike(steps, group, own if on_cpu else None):
@@ -124,7 +126,8 @@ def measure_plainly(arguments: StepArguments, groups: Sequence[Sequence[int]], n
 def _numbers_for(arguments: StepArguments, group: Sequence[int]) -> list[float]:
     """Return the hyper-parameters in the precision in which a group is stepped."""
     dtypes = {tensors[group[0]].dtype for tensors in arguments.lists.values()}
-    return list(map(float if torch.float64 in dtypes else Single, map(float, arguments.numbers)))
+    numbers = list(map(float, arguments.numbers))
+    return numbers if torch.float64 in dtypes else [*singles(numbers)]
 
 
 def _scale_of(arguments: StepArguments) -> float:
@@ -146,12 +149,6 @@ class Piece(NamedTuple):
     first: int = 0
     length: int | None = None
 
-    def of(self, tensor: Tensor) -> Tensor:
-        """Return this piece of one of the tensors."""
-        if self.length is None:
-            return tensor
-        return tensor.as_strided((self.length,), (1,), tensor.storage_offset() + self.first)
-
     @property
     def size(self) -> int:
         """The number of its elements."""
@@ -166,7 +163,13 @@ class Piece(NamedTuple):
 
     def streams(self) -> Streams:
         """Return this piece of each tensor."""
-        return {name: self.of(tensor) for name, tensor in self.whole.items()}
+        if self.length is None:
+            return dict(self.whole)
+        size = (self.length,)
+        return {
+            name: x.as_strided(size, (1,), x.storage_offset() + self.first)
+            for name, x in self.whole.items()
+        }
 
 
 def _random_bits(
@@ -193,14 +196,15 @@ def _random_bits(
 def _pieces(lists: Streams, indices: Sequence[int], are_whole: bool) -> Iterator[list[Piece]]:
     """Yield the pieces to step together: a tensor, a slice of a large one, or several tensors."""
     small: list[Piece] = []
-    elements, room = 0, math.inf
+    elements, room, on_cpu = 0, math.inf, True
     if indices:
-        room = _room_on(lists["param"][indices[0]].device)
+        first_one = lists["param"][indices[0]]
+        room, on_cpu = _room_on(first_one.device), is_on_cpu(first_one)
     for i in indices:
         # A write through `.data` changes no version: autograd is told of the whole step once.
-        one = {name: tensors[i].data for name, tensors in lists.items()}
+        one = {name: _data(tensors[i]) for name, tensors in lists.items()}
         size = one["param"].numel()
-        if not is_on_cpu(one["param"]) or (size < LARGE and not are_whole):
+        if not on_cpu or (size < LARGE and not are_whole):
             if small and elements + size > room:
                 yield small
                 small, elements = [], 0

@@ -1,10 +1,12 @@
 """`UpdateRule`, the formula of an optimizer; `adam.py`, `sgd.py` and other modules define the rules."""
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from amp.kernels.language import jit, plain, tl
@@ -118,17 +120,21 @@ def log_of(beta: float | Tensor) -> float | Tensor:
 
 
 class Single(float):
-    """A float32 on the host: the result of each operation is rounded to float32, as on a device."""
+    """A float32 on the host: the result of each operation is rounded to float32, as on a device.
 
-    def __new__(cls, value: float) -> Self:
-        """Return a number, rounded to float32."""
-        return super().__new__(cls, ctypes.c_float(value).value)
+    `singles` makes them of other numbers; `Single` itself takes a number that is rounded already.
+    """
+
+
+def singles(numbers: Sequence[float]) -> list[Single]:
+    """Return numbers, each rounded to float32."""
+    return list(map(Single, torch.tensor(numbers, dtype=torch.float32, device="cpu").tolist()))
 
 
 def _rounded(operation: Callable[..., Any]) -> Callable[..., Any]:
     def rounded(*operands: Any) -> Any:
         result = operation(*operands)
-        return result if result is NotImplemented else Single(result)
+        return result if result is NotImplemented else Single(ctypes.c_float(result).value)
 
     return rounded
 
@@ -156,11 +162,13 @@ def bias_correction(t, log_beta, corrects_bias):
     return tl.where(corrects_bias == 0.0, 1.0, -_expm1(x))
 
 
-def correction_at(t: float, log_beta: float) -> float:
-    """Return 1 - beta^t on the host: of a `Single` the same number as on a device."""
-    if isinstance(log_beta, Single):
-        return -plain(_expm1)(max(t * log_beta, Single(-20.0)))  # type: ignore[no-any-return]
-    return -math.expm1(t * log_beta)
+@functools.lru_cache(maxsize=64, typed=True)
+def corrections_at(t: float, *log_betas: float) -> tuple[float, ...]:
+    """Return 1 - beta^t of each beta on the host: of `Single`s the same numbers as on a device."""
+    if not isinstance(log_betas[0], Single):
+        return tuple([-math.expm1(t * log_beta) for log_beta in log_betas])
+    x = torch.tensor(log_betas, dtype=torch.float32, device="cpu") * t
+    return tuple(map(Single, (-plain(_expm1)(x.clamp(min=-20.0))).tolist()))
 
 
 @jit

@@ -25,6 +25,8 @@ from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl,
 from amp.kernels.launch_plans import BadSteps, Elementwise, to_device
 from amp.kernels.tensor_lists import are_same
 
+UNCHECKED = {("cuda", torch.bfloat16)}
+"""Devices and dtypes that torch's own operation does not take (torch 2.11)."""
 BLOCK = 8192
 CHECK_BLOCK = 16384
 
@@ -129,8 +131,7 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
     """
     device = tensors[0].device
     here = factor if factor.device == device else to_device(factor, device)
-    if device.type != "cpu" and tensors[0].dtype is torch.bfloat16:
-        # Torch's own operation does not take it on CUDA (torch 2.11).
+    if (device.type, tensors[0].dtype) in UNCHECKED:
         # In place, torch on CUDA would round the factor to bfloat16.
         wide = copies(tensors, torch.promote_types(tensors[0].dtype, torch.float32))
         torch._foreach_mul_(wide, here[0])

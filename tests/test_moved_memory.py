@@ -37,13 +37,13 @@ def the_loop_does_every_step(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Let the loop in C++ do the steps of small tensors too."""
     monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
     loops: list[Any] = []
-    compiled = cpu_loop._compile
+    loop_for = cpu_loop.loop_for
 
-    def compile_noting(*args: Any) -> Any:
-        loops.append(compiled(*args))
+    def loop_noting(*args: Any) -> Any:
+        loops.append(loop_for(*args))
         return loops[-1]
 
-    monkeypatch.setattr(cpu_loop, "_compile", compile_noting)
+    monkeypatch.setattr(cpu_loop, "loop_for", loop_noting)
     yield
     assert bool(loops) is not INTERPRETED
     assert None not in loops, "the loop was not compiled"

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from amp.kernels import cpu_loop
-from amp.kernels import merge as merge_module
 from amp.kernels.language import INTERPRETED
 from amp.kernels.launch_plans import UnsupportedTensorError
 from amp.kernels.merge import BLOCK, SLICE, differ, merge, merged
@@ -237,7 +236,8 @@ def test_masters_that_agree_are_not_written_to(tmp_path: Path) -> None:
 FEW_OR_MANY = """
 import sys
 import torch
-from amp.kernels.merge import _loops, merge
+from amp.kernels.cpu_loop import _loops
+from amp.kernels.merge import merge
 
 n = int(sys.argv[1])
 master = torch.ones(n)
@@ -266,11 +266,9 @@ def test_where_it_cannot_be_compiled_torch_merges(
     parameters, masters = pair(torch.device("cpu"), F16)
     expected = write(parameters[5], masters[5], 9.0, 5)
     monkeypatch.setattr(cpu_loop, "read_source", lambda *_: "no such thing")
-    monkeypatch.setattr(merge_module, "_loops", {})
-    merge_module._load_loop.cache_clear()
+    monkeypatch.setattr(cpu_loop, "_loops", {})
     with caplog.at_level(logging.WARNING, "amp"):
         assert differ(parameters, masters).item() == 1
         merge(parameters, masters)
-    merge_module._load_loop.cache_clear()
     assert torch.equal(masters[5], expected)
     assert caplog.text.count("the merge of masters could not be compiled, so eager torch runs it") == 1

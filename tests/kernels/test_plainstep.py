@@ -7,6 +7,8 @@ import math
 import os
 import subprocess
 import sys
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -273,10 +275,33 @@ def test_the_loop_does_what_eager_torch_does(
             assert torch.equal(x, y)
 
 
-def test_small_steps_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plainstep, "plan_loop", None)
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_the_loop_for_small_steps_is_compiled_beside_a_long_training(
+    is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then eager torch does them, unless an earlier process has compiled the loop."""
     rule, numbers = RULES["adam"]
-    Tensors(rule, F32).run(rule, numbers, None)
+    in_eager, looped = Tensors(rule, F32), Tensors(rule, F32)
+    load, compiled = cpu_loop.load_or_log, list[threading.Thread]()
+
+    def load_noting(source: str, purpose: str) -> Any:
+        compiled.append(threading.current_thread())
+        return load(source, purpose)
+
+    monkeypatch.setattr(cpu_loop, "load_or_log", load_noting)
+    monkeypatch.setattr(cpu_loop, "load_kept", lambda source: load(source, "") if is_kept else None)
+    monkeypatch.setattr(cpu_loop, "LONG", 8)  # times that two groups of three steps ask for it
+    monkeypatch.setattr(cpu_loop, "_loops", loops := {})
+    monkeypatch.setattr(cpu_loop, "_asked", Counter())
+    for i in range(3):
+        looped.run(rule, numbers, None)
+        in_eager.run(rule, numbers, "reference")
+        assert len(compiled) == (i > 0 and not is_kept)
+        for thread in compiled:
+            assert thread is not threading.main_thread()
+            thread.join()
+        assert len(loops) == (i > 0 or is_kept)
+    assert all(map(torch.equal, looped.params, in_eager.params))
 
 
 def test_tensors_with_values_elsewhere_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,10 +391,10 @@ def test_a_failure_to_compile_leaves_the_results_of_eager_torch(
     eager = Tensors(rule, F16).run(rule, numbers, "reference")
     monkeypatch.setattr(cpu_loop, "read_source", lambda *_: "no such thing")
     monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 100_000)
-    cpu_loop._compile.cache_clear()
+    cpu_loop._loops.clear()
     with caplog.at_level(logging.WARNING, "amp"):
         without = Tensors(rule, F16).run(rule, numbers, None)
-    cpu_loop._compile.cache_clear()
+    cpu_loop._loops.clear()
     assert all(map(torch.equal, without, eager))
     assert caplog.text.count("eager torch runs it, slower: ") == 1
     assert "error:" in caplog.text
