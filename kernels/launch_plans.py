@@ -182,9 +182,13 @@ def plan(
             low halves of masters.
         ReleasedMemoryError: a tensor with elements has no memory.
     """
-    columns = [dense(tensors) for tensors in (lists if numbers is None else (*lists, numbers))]
+    columns = [
+        tensors if isinstance(tensors, TensorList) else dense(tensors)
+        for tensors in (lists if numbers is None else (*lists, numbers))
+    ]
     for column in columns:
-        column.check_memory()
+        if not all(column.addresses):
+            column.check_memory()
     device = columns[0].device
     stream = None if device is None else stream_of(device)
     if device is None or stream is None or any([column.device != device for column in columns]):  # noqa: C419

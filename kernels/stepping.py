@@ -61,7 +61,7 @@ from amp.kernels.packing import NEAREST, bfloat16_bits, inverse, mixed, packed, 
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, StepArguments, UpdateRule, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
-from amp.kernels.tensor_lists import dense
+from amp.kernels.tensor_lists import TensorList, dense
 
 BLOCK = 2048
 """How many elements a program steps at a time."""
@@ -130,7 +130,11 @@ def step(
     planned = Changes() if changes is None else changes
     of_moments = {f"moment{k}": moment for k, moment in enumerate(moments)}
     given = {"param": params, "grad": grads, **of_moments, "model": models, "low": lows}
-    lists = {name: dense(tensors) for name, tensors in given.items() if tensors is not None}
+    lists = {
+        name: tensors if isinstance(tensors, TensorList) else dense(tensors)
+        for name, tensors in given.items()
+        if tensors is not None
+    }
     arguments = StepArguments(
         *(rule, numbers, lists, steps, of_tensor, origins, inv_scale, clip, found_inf, maximize),
         merges=merges and models is not None,

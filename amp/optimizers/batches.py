@@ -46,8 +46,8 @@ class Batch:
     checked: list[Any] = field(default_factory=list)
     _references: list[weakref.ref[Tensor]] = field(default_factory=list)
     _origins: dict[int, list[Origin]] = field(default_factory=dict)  # of the last seed
-    _known: list[TensorList] = field(default_factory=list)
-    """What `own_lists` returned last: weak references to the tensors, and the lists without them."""
+    _known: list[tuple[Any, ...]] = field(default_factory=list)
+    """What `own_lists` returned last: weak references to the tensors; addresses, kinds and devices."""
 
     def origins(self, seed: int) -> list[Origin]:
         """Return where the random bits of each parameter begin, from the group's seed and its name.
@@ -79,36 +79,39 @@ class Batch:
                 return {"params": stepped, "grads": own}
             params = TensorList(stepped)  # whose dtype and order a user may have changed
             return {"params": params, "grads": TensorList(own, like=params)}
-        masters, grads, models = [self._of(x) for x in (inputs.params, inputs.grads, inputs.models)]
+        of, grads = inputs.deferred.of, inputs.deferred.grads
+        masters, models = of.master_list, of.model_list
+        if not self.has_all:
+            masters, grads, models = [x.at(self.positions) for x in (masters, grads, models)]
         if inputs.lows is None:
             return {"params": masters, "grads": grads, "models": models}
         return {"params": models, "grads": grads, "lows": [inputs.lows[i] for i in self.positions]}
 
-    def _of(self, shown: TensorList) -> TensorList:
-        return shown if self.has_all else shown.at(self.positions or ())
-
     def own_lists(self, lists: Sequence[Sequence[Tensor]]) -> list[TensorList]:
         """Return lists of tensors that belong to the optimizer alone, such as its state.
 
-        The lists of the last step are reused if the tensors are the same objects at the same addresses.
+        They are as in the last step if the tensors are the same objects at the same addresses.
         """
         tensors = list(chain.from_iterable(lists))
         if self.cut.groups:
             lists = [list(map(local, tensors)) for tensors in lists]
+        result = list(map(TensorList, lists))
         if are_same(tensors, list(map(operator.call, self._references))):
-            pairs = zip(self._known, lists, strict=True)
-            result = [known.with_tensors(tensors).now() for known, tensors in pairs]
+            for shown, (addresses, kind, device) in zip(result, self._known, strict=True):
+                shown.addresses = tuple(map(Tensor.data_ptr, shown))
+                if shown.addresses == addresses:
+                    shown.kind, shown.device = kind, device
         else:
-            result = list(map(TensorList, lists))
             self._references = list(map(weakref.ref, tensors))
-        self._known = [x.with_tensors(()) for x in result]
+        self._known = [(shown.addresses, shown.kind, shown.device) for shown in result]
         return result
 
 
 def kinds_of(lists: Sequence[Any]) -> list[Any]:
     """Return the kinds and devices of lists, for comparison; an empty list if one has no kind."""
     try:
-        return [(x.kind, x.device) for x in lists] if all([x.has_memory for x in lists]) else []  # noqa: C419
+        have_memory = [all(x.addresses) or x.has_memory for x in lists]
+        return [(x.kind, x.device) for x in lists] if all(have_memory) else []
     except (AttributeError, RuntimeError):  # of a class with its values elsewhere, or sparse
         return []
 
@@ -132,10 +135,11 @@ class Batches:
     ) -> list[Batch]:
         """Return the batches of one step with a `StepInputs`. Nothing is written."""
         lists = [group["params"] for group in groups]
-        is_new = inputs.stepped is not self._given or not are_all_same(lists, self._lists)
+        stepped = inputs.deferred.of.masters
+        is_new = stepped is not self._given or not are_all_same(lists, self._lists)
         if is_new:
-            self._lists, self._given = list(map(list, lists)), inputs.stepped
-            given = set(map(id, inputs.stepped))
+            self._lists, self._given = list(map(list, lists)), stepped
+            given = set(map(id, stepped))
             self._others = [p for params in lists for p in params if id(p) not in given]
         has_own = [parameter.grad is not None for parameter in self._others]
         if is_new or has_own != self._has_own:

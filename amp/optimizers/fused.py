@@ -16,6 +16,7 @@ from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError, brief, truth_of
 from amp.kernels.interrupts import without_grad
+from amp.kernels.tensor_lists import are_same
 from amp.optimizers.batches import Batches
 from amp.optimizers.checks import check_betas, check_range
 from amp.optimizers.fused_step import Ready, step_batches
@@ -89,11 +90,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         settings = {**defaults, "fused": True, "set_grad_none": set_grad_none}
         settings |= {"max_grad_norm": max_grad_norm, "state_dtype": state_dtype, "seed": 0}
         super().__init__(params, {name: as_plain(value) for name, value in settings.items()})
-        self._batches = Batches()
+        self._forget_steps()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._forget_steps()
+
+    def _forget_steps(self) -> None:
+        """Forget what the last step has looked at."""
         self._batches = Batches()
+        self._checked: list[Any] = []
+        """The hyper-parameters of all groups that were checked, if they are the same ever after."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make a session skip steps, and unscale gradients, for a subclass with a `step` of its own.
@@ -188,7 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise AmpValueError(f"state_dtype={brief(dtype)} is not one of {names}, None")
 
     def _cast_moments(self) -> None:
-        self._batches = Batches()
+        self._forget_steps()
         for group in self.param_groups:
             group["state_dtype"] = self.state_dtype
             for parameter in group["params"]:
@@ -289,8 +296,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            self._check_group(group)
+        given = [
+            value
+            for group in self.param_groups
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        ]
+        if not are_same(given, self._checked):
+            for group in self.param_groups:
+                self._check_group(group)
+            may_change = any(isinstance(value, (Tensor, list)) for value in given)
+            self._checked = [] if may_change else given
         inputs = self.scaled_grads or inputs_outside_of_a_session(self)
         step_batches(self, self._batches.of(self.param_groups, self.state, inputs), inputs)
         return loss

@@ -69,7 +69,7 @@ def _look_at(
     if not kinds or kinds != batch.checked:
         check_batch(optimizer, batch, lists)
         batch.checked = kinds
-    inv_scale = inputs.own_inv_scale if batch.positions is None else inputs.inv_scale
+    inv_scale = inputs.own_inv_scale if batch.positions is None else inputs.deferred.inv_scale
     return Ready(batch, lists, state, inv_scale)
 
 

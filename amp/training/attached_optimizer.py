@@ -76,7 +76,7 @@ class AttachedOptimizer:
         self.gradients = Gradients(
             optimizer, self.masters, self.check, self.capabilities, owner.synchronization
         )
-        self.may_be_plain = owner.is_plain and not self.capabilities.takes_scaled
+        self.may_be_plain = owner.is_plain and not self.capabilities.needs_inputs
         self.step = OptimizerStep(self)
         self.misuse: Misuse | None = Misuse(self)
 

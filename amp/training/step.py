@@ -100,6 +100,8 @@ class OptimizerStep:
         """Whether the optimizer's own step is all there is to do."""
         if attached.misuse is not None or not attached.is_plain or newest_caster() is not None:
             return False
+        if getattr(self._optimizer, "state_dtype", None) is not None:
+            return False  # its random bits go by the names of parameters, which a session tells it
         groups: Groups = self._gradients.groups
         have_grads = any(map(is_not, map(_grad, groups.stepped), repeat(None)))
         return have_grads and groups.are_current(self._optimizer)

@@ -85,7 +85,7 @@ class StepInputs:
 
         Lean masters in `stepped` have a shape, and no values.
         """
-        return self._low_halves(self.stepped)
+        return self._low_halves(self.deferred.of.masters)
 
     @property
     def inv_scale(self) -> Tensor | None:

@@ -64,14 +64,16 @@ class Capabilities:
     Attributes:
         takes_scaled: whether it unscales gradients itself, and writes the model.
         may_skip: whether it skips steps after an overflow by itself, if its groups allow it.
+        needs_inputs: whether it steps only from the `scaled_grads` that a session gives it.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self.takes_scaled = declares(optimizer, "_step_takes_scaled_grads")
+        works_alone = declares(optimizer, "_step_supports_amp_scaling")
+        self.needs_inputs = self.takes_scaled and not works_alone
         self.may_skip = self.takes_scaled or (
-            declares(optimizer, "_step_supports_amp_scaling")
-            and "grad_scaler" not in inspect.signature(optimizer.step).parameters
+            works_alone and "grad_scaler" not in inspect.signature(optimizer.step).parameters
         )
 
     def skips_on_device(self) -> bool:
@@ -127,11 +129,14 @@ def decide(verdicts: Sequence[Verdict], capabilities: Capabilities) -> str | Ten
     The host waits for 4 bytes of each verdict that it does not know, unless the optimizer skips itself.
 
     Returns:
-        `STEP` or `SKIP`; or for an optimizer that skips by itself, whether it must, float32 `[1]`.
+        `STEP` or `SKIP`; or for an optimizer that skips by itself, whether it must, float32 `[1]`,
+        unless the host knows that it must not.
     """
     if not verdicts:
         return STEP
     if capabilities.may_skip and capabilities.skips_on_device():
+        if all([verdict.known is False for verdict in verdicts]):  # noqa: C419 (is faster)
+            return STEP
         found = [verdict.found_inf for verdict in verdicts]
         return functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)
     return SKIP if any(verdict.overflowed for verdict in verdicts) else STEP
