@@ -168,6 +168,23 @@ def rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Seque
     return (ctypes.c_int64 * len(rows))(*rows)
 
 
+def table_of(
+    first: TensorList, second: TensorList, number: int, is_kept: bool = True
+) -> tuple[Any, int, Sequence[int]]:
+    """Return rows of two lists and a number, how many, and the indices of tensors that no loop takes.
+
+    Rows that are kept serve as long as both lists are these objects: their tensors are where they were.
+    """
+    if second.table is None or second.table[0] is not first:
+        second.table = first, flat_and_others([first, second], range(len(first))), {}
+    _, (flat, left), kept = second.table
+    rows = kept.get(number) if is_kept else None
+    if rows is None:
+        rows = rows_of([first, second], flat, [number] * len(flat))
+        kept |= {number: rows} if is_kept else {}
+    return rows, len(flat), left
+
+
 def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> bool:
     """Whether to try the loop for tensors of one device and combination of dtypes."""
     dtypes = {name: tensors[indices[0]].dtype for name, tensors in lists.items()}

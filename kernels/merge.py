@@ -40,6 +40,7 @@ from amp.kernels.launch_plans import (
     plan,
     takes_at_once,
 )
+from amp.kernels.master_copy import master_copy
 from amp.kernels.tensor_lists import Kind, TensorList, are_plain, dense
 
 BLOCK = 4096
@@ -65,6 +66,26 @@ def merge(
         UnsupportedTensorError: a dtype that is not listed above.
     """
     _run(parameters, masters, None, backend)
+
+
+def round_back(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+    """Round masters into their parameters; each parameter's version goes up. The host does not wait.
+
+    Arguments and errors are those of `merge`, and a `TensorList` that it was given is not looked at
+    again.
+    """
+    left: Sequence[int] | None = None
+    if _are_known(parameters, masters, None):
+        left = _run_in_cpp(parameters, masters, ROUND)  # type: ignore[arg-type]
+    if left is None:
+        master_copy(masters, parameters)
+    else:
+        if left:
+            master_copy([masters[i] for i in left], [parameters[i] for i in left])
+        others = set(left)
+        torch.autograd.graph.increment_version(
+            [parameter for i, parameter in enumerate(parameters) if i not in others]
+        )
 
 
 @without_grad
@@ -94,7 +115,9 @@ def _run(
     backend: str | None,
 ) -> None:
     """Merge, or with a flag, float32 `[1]`, set it if that would change anything."""
-    if takes_at_once((parameters, masters), backend) and masters[0].dtype is torch.float32:
+    if _are_known(parameters, masters, backend) or (
+        takes_at_once((parameters, masters), backend) and masters[0].dtype is torch.float32
+    ):
         _run_at_once(parameters, masters, flag, backend, _get_current_dispatch_mode() is None)
         return
     both = dense(parameters), dense(masters)
@@ -122,11 +145,8 @@ def _run_at_once(
     """Do `_run` in C++ or plain torch, on tensors of one device and dtype, where the flag is too."""
     left: Sequence[int] | None = None
     if looks and not (backend or requested()[0]):
-        elements = sum(map(Tensor.numel, masters))
-        made_of = (parameters[0].dtype,)
-        loop = cpu_loop.loop_for(_source_of, made_of, "the merge of masters", elements)
-        if loop is not None:
-            left = _merge_in_cpp(loop, [dense(parameters), dense(masters)], flag)
+        address = MERGE if flag is None else flag.data_ptr()
+        left = _run_in_cpp(dense(parameters), dense(masters), address)
     if left is None:
         merge_reference(parameters, masters, flag, looks)
     elif left:
@@ -180,20 +200,37 @@ def _are_at_hand(device: torch.device, lists: Sequence[Sequence[Tensor]]) -> boo
     return _get_current_dispatch_mode() is None and all(map(are_plain, lists))
 
 
+MERGE, ROUND = 0, 1
+"""What the loop does, by the last number of a row; any other is the address of a flag."""
+
+
 def _source_of(dtype: torch.dtype) -> str:
     """Return the loop in C++, for parameters of a dtype."""
     lists = [("parameter", cpu_loop.TYPES[dtype]), ("master", cpu_loop.TYPES[torch.float32])]
-    body = [f"merge(parameter_at, master_at, n, reinterpret_cast<float *>(row[{len(lists) + 1}]));"]
-    return cpu_loop.loop_over(lists, body, columns=1)
+    merges = "merge(parameter_at, master_at, n, reinterpret_cast<float *>(row[3]))"
+    rounds = "write(read(master_at, n), parameter_at, n)"
+    return cpu_loop.loop_over(lists, [f"if (row[3] == {ROUND}) {rounds}; else {merges};"], columns=1)
 
 
-def _merge_in_cpp(loop: Any, both: list[TensorList], flag: Tensor | None) -> Sequence[int]:
-    """Merge tensors of one device and dtype, and return the indices of those left to plain torch."""
-    flat, left = cpu_loop.flat_and_others(both, range(len(both[0])))
-    address = 0 if flag is None else flag.data_ptr()
-    rows = cpu_loop.rows_of(both, flat, [address] * len(flat))
-    loop(rows, len(flat), None, torch.get_num_threads())
+def _run_in_cpp(parameters: TensorList, masters: TensorList, does: int) -> Sequence[int] | None:
+    """Let the loop go through tensors of one device and dtype, and return the indices of the others.
+
+    Returns None if there is no loop.
+    """
+    made_of, elements = (parameters[0].dtype,), sum(masters.kind.sizes)
+    loop = cpu_loop.loop_for(_source_of, made_of, "the merge of masters", elements)
+    if loop is None:
+        return None
+    rows, count, left = cpu_loop.table_of(parameters, masters, does, does in (MERGE, ROUND))
+    loop(rows, count, None, torch.get_num_threads())
     return left
+
+
+def _are_known(parameters: Any, masters: Any, backend: str | None) -> bool:
+    """Whether the loop has gone through these lists, which need not be looked at again."""
+    table = getattr(masters, "table", None)
+    is_known = table is not None and table[0] is parameters and not (backend or requested()[0])
+    return is_known and _get_current_dispatch_mode() is None and not torch.compiler.is_compiling()
 
 
 # In plain torch.

@@ -62,6 +62,8 @@ class TensorList(list[Tensor]):
     ) -> None:
         super().__init__(tensors)
         self._like = like
+        self.table: Any = None
+        """What `cpu_loop.table_of` has made of this list and another."""
         if like is not None:
             self.device = like.device
             if dtype is not None:

@@ -265,7 +265,11 @@ class Pairs:
         if not self._are_whole:
             split([pair for pair in self.pairs if pair.is_joined])
         elif all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
-            kernels.master_copy.master_copy(self.masters, self.models)
+            if self.are_plain:
+                self.now()
+                kernels.merge.round_back(self.model_list, self.master_list)
+            else:
+                kernels.master_copy.master_copy(self.masters, self.models)
         else:
             self._round([pair for pair in self.pairs if pair.trains or pair.master.grad is not None])
             return

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
@@ -330,6 +331,9 @@ class AttachedOptimizer:
         if self.misuse is not None:
             self.misuse.of_others = []
         self.gradients.drop(is_to_none=bool(set_to_none))
+        if set_to_none and getattr(zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
+            store_grads(self.gradients.groups.unmastered)  # all that is left for it to do
+            return None
         result = zero_grad(*args, **kwargs)
         if not set_to_none:
             self.gradients.note_zeros()
