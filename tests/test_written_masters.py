@@ -480,3 +480,35 @@ def test_other_elements_of_a_weight_and_of_its_master_may_be_written(level: str)
     master.data[0], weight.data[1] = 0.3, 0.5
     t.evaluate()
     assert torch.equal(t.state[0][:2], torch.tensor([[0.3], [0.5]]).expand(2, writes.WIDTH))
+
+
+class Moving(torch.optim.SGD):
+    """Gives each parameter new memory in each step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = p.data - group["lr"] * p.grad
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_masters_that_move_in_the_step_are_rounded_from_where_they_are(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("amp.kernels.cpu_loop.WORTH_COMPILING", 0)
+    torch.manual_seed(0)
+    model: Any = torch.nn.Linear(33, 17)
+    model, optimizer = amp.initialize(
+        model, Moving(model.parameters(), lr=0.1), opt_level=level, verbosity=0, loss_scale=64.0
+    )
+    for _ in range(5):
+        before = [p.clone() for p in amp.master_params(optimizer)]
+        with amp.scale_loss(model(torch.randn(8, 33)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        masters = list(amp.master_params(optimizer))
+        for parameter, master, old in zip(model.parameters(), masters, before, strict=True):
+            assert torch.equal(parameter, master.to(parameter.dtype))
+            assert torch.equal(master, old - 0.1 * master.grad)
+        optimizer.zero_grad()

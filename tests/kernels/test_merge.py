@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from amp.kernels import cpu_loop
 from amp.kernels.language import INTERPRETED
 from amp.kernels.launch_plans import UnsupportedTensorError
-from amp.kernels.merge import BLOCK, SLICE, differ, merge, merged
+from amp.kernels.merge import BLOCK, SLICE, differ, merge, merged, round_back
 from amp.kernels.tensor_lists import TensorList
 from tests.kernels.test_operations import shifted
 from tests.processes import run_python
@@ -204,6 +204,31 @@ def test_other_dtypes_are_refused_before_anything_is_written(
     assert torch.equal(fine, torch.ones(4, device=device))
     with pytest.raises(ValueError, match=r"tensors 0 have shapes \[4\], \[3\]"):
         merge([parameters[0]], [torch.ones(3, device=device)])
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+def test_masters_are_rounded_back(device: torch.device, dtype: torch.dtype, with_loop: None) -> None:
+    """In memory that a merge has gone through, and after tensors have moved; versions go up."""
+    parameters, masters = pair(device, dtype, [size for size in SIZES if size != (0,)])
+    masters.append(torch.randn(6, 4, device=device).t())  # in another order than its parameter
+    masters.append(torch.randn(5, 8, device=device)[:, ::2])
+    parameters += [master.to(dtype).contiguous() for master in masters[-2:]]
+    masters.append(EVERY_PATTERN.view(dtype).float().to(device) * (1 + 2.0**-9))
+    parameters.append(torch.zeros_like(masters[-1], dtype=dtype))
+    lists = TensorList(parameters), TensorList(masters)
+    for step in range(4):
+        if step == 2:
+            masters[5].data, parameters[4].data = masters[5].clone(), parameters[4].clone()
+        lists = lists[0].now(), lists[1].now()
+        merge(*lists)
+        for master in masters:
+            master.mul_(1.01)
+        versions = [parameter._version for parameter in parameters]
+        round_back(*lists)
+        for parameter, master, version in zip(parameters, masters, versions, strict=True):
+            assert torch.equal(parameter.nan_to_num(7.0), master.to(dtype).nan_to_num(7.0))
+            assert parameter._version > version
+    assert INTERPRETED or device.type != "cpu" or lists[1].table is not None
 
 
 READ_ONLY = """
