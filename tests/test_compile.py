@@ -105,6 +105,31 @@ def test_a_model_is_one_graph_with_the_dtypes_of_eager(
     assert dtypes(compiled(batch()))[:2] == [torch.float32] * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated", "ignore:Dynamo detected")  # in FP8
+@pytest.mark.parametrize(
+    ("level", "optimizer_class"),
+    covering(
+        [f"O{i}" for i in range(10)],
+        [torch.optim.AdamW, amp.optimizers.FusedAdam],
+        strength=1,
+        slow_strength=2,
+    ),
+)
+def test_a_model_is_compiled_once(level: str, optimizer_class: Any) -> None:
+    """Whatever the first steps have looked at, made and noted."""
+    counter = CompileCounter()
+    model: Any = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.ReLU(), nn.Linear(32, 16))
+    optimizer = optimizer_class(model.parameters(), lr=1e-3)
+    model, optimizer = initialize(model, optimizer, level)
+    compiled = torch.compile(model, backend=counter)
+    for _ in range(4):
+        with amp.scale_loss(compiled(torch.randn(8, 32)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_whole_training_step(backend: str) -> None:
     model = Net()

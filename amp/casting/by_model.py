@@ -183,6 +183,7 @@ class CastModel(Strategy):
         dtypes = dtypes_to_be(model, self.properties)
         policies = ShardPolicies(model, self.properties, dtypes)
         had = {name: x.dtype for name, x in _every_named(model)}
+        is_cast = any(tensor.dtype is not dtype for tensor, dtype in dtypes.items())
         undo.callback(restore_policies, weakref.ref(model))
         undo.callback(_cast_back, weakref.ref(model), had, undo.memory)
         for tensor, dtype in dtypes.items():
@@ -195,7 +196,7 @@ class CastModel(Strategy):
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and self.properties.casts_model:
                 module.flatten_parameters()
-        for handle in self._hooks(model):
+        for handle in self._hooks(model, is_cast):
             undo.callback(handle.remove)
         vars(model)["__prepare_scriptable__"] = NotScriptable(type(model).__name__)
         undo.callback(vars(model).pop, "__prepare_scriptable__", None)
@@ -219,13 +220,14 @@ class CastModel(Strategy):
                 "model, whose outputs amp does not cast. Call model(x), or output.float()"
             )
 
-    def _hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
+    def _hooks(self, model: nn.Module, is_cast: bool) -> Iterator[RemovableHandle]:
         """Register the hooks that cast, and yield their handles.
 
         - The model casts floating inputs to its own dtype and floating outputs to FP32, or to
           `cast_model_outputs`.
         - A layer that needs its input in its weight's dtype casts it, so that a submodule can be
-          called on its own, and FP32 activations may appear inside the model.
+          called on its own, and FP32 activations may appear inside the model. Where no tensor of the
+          model is cast, its code gives each layer what it takes.
         - A norm kept in FP32 that cannot take half inputs casts them up, and its output down again.
         - A module that a rule matches casts its inputs to the rule's dtype, and not its outputs; but a
           parametrization casts what it computes to the dtype of its layer.
@@ -243,6 +245,8 @@ class CastModel(Strategy):
                 if module is model:
                     hook = ModelInputs(model, needed or dtype, which)
                     yield module.register_forward_pre_hook(hook, with_kwargs=True)
+                elif needed is dtype and not is_cast and module not in ruled:
+                    continue
                 elif needed is not None and not matches(which, name):
                     yield module.register_forward_pre_hook(CastInputs(needed), with_kwargs=True)
                 if needed not in (None, dtype) and module is not model and module not in ruled:

@@ -105,9 +105,10 @@ class ModelInputs(CastInputs):
     def _cast_tensor(self, name: str, x: Tensor) -> Tensor:
         if x.dtype not in SCALABLE or x.dtype is self.dtype:
             return x
-        seen = self._seen.setdefault(name, set())
-        if not torch.compiler.is_compiling() and x.shape not in seen and len(seen) < _LOOKS:
-            self._look(name, x, seen)
+        if not torch.compiler.is_compiling():  # a guard on what was seen would compile twice
+            seen = self._seen.setdefault(name, set())
+            if x.shape not in seen and len(seen) < _LOOKS:
+                self._look(name, x, seen)
         return x.to(self.dtype)
 
     def _look(self, name: str, x: Tensor, seen: set[torch.Size]) -> None:
