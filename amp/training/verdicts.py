@@ -129,14 +129,14 @@ def decide(verdicts: Sequence[Verdict], capabilities: Capabilities) -> str | Ten
     The host waits for 4 bytes of each verdict that it does not know, unless the optimizer skips itself.
 
     Returns:
-        `STEP` or `SKIP`; or for an optimizer that skips by itself, whether it must, float32 `[1]`,
-        unless the host knows that it must not.
+        `STEP` or `SKIP`; or for an optimizer that skips by itself, whether it must, float32 `[1]`.
     """
     if not verdicts:
         return STEP
     if capabilities.may_skip and capabilities.skips_on_device():
-        if all([verdict.known is False for verdict in verdicts]):  # noqa: C419 (is faster)
-            return STEP
+        is_good = [verdict.known is False for verdict in verdicts]
+        if all(is_good) and not capabilities.takes_scaled:
+            return STEP  # torch's fused ones take longer with a flag
         found = [verdict.found_inf for verdict in verdicts]
         return functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)
     return SKIP if any(verdict.overflowed for verdict in verdicts) else STEP
