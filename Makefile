@@ -56,6 +56,7 @@ bench: $(READY)  ## Measure the kernels' plain torch selves, the step and op cas
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_step.py --device cpu
 	$(BIN)/python docs/benchmarks/plot_step.py docs/benchmarks/step-cpu.md
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_host.py
+	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_small.py
 	PYTHONPATH=. $(BIN)/python docs/benchmarks/bench_opcast.py
 
 bench-gpu: bench-gpu-kernels bench-gpu-fp8 bench-gpu-step  ## Measure on a GPU, with the python3 at hand; OUT is the folder of the rows
