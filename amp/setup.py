@@ -16,6 +16,7 @@ from amp.casting.memory_checks import check_masters, check_memory, named_tensors
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, warn
+from amp.kernels.host_lists import load_in_background
 from amp.masters import averages
 from amp.masters.state_dicts import install_hooks
 from amp.patching import Patches
@@ -97,6 +98,7 @@ class Setup:
         self._patch()
         if session.properties.has_half:
             install_hooks(session.masters, self._models, undo)
+        load_in_background()
 
     def _patch(self) -> None:
         """Patch functions of torch that would silently be wrong; see docs/architecture.md."""

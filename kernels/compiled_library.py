@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +66,31 @@ _hanging: set[Sequence[str]] = set()
 """Compilers that took too long; they are not called again."""
 
 
-def load(source: str, purpose: str) -> ctypes.CDLL:
+def load(
+    source: str, purpose: str, flags: Sequence[str] = (), opens: Callable[[str], Any] = ctypes.CDLL
+) -> Any:
     """Return a library compiled from C++, by an earlier process or now.
 
     The library is kept in `cache_folder()`. If that cannot be used, it is compiled for this process
     alone.
 
     Args:
-        source: C++ code, which may include torch's headers and needs no library but OpenMP's.
-        purpose: names what is compiled, for the log.
+        source: C++ code, which may include torch's headers, and needs no library but OpenMP's and those
+            that the flags name.
+        purpose: names what is compiled, for the log; empty says nothing.
+        flags: further flags of the compiler.
+        opens: returns the library at a path.
 
     Raises:
         OSError: there is no compiler, or no safe folder to compile in.
         RuntimeError: the compiler failed, or took too long.
     """
-    compiler, command, key = _how_to_make(source)
+    compiler, command, key = _how_to_make(source, flags)
     folder, why_not = None, ""
     try:
         folder = cache_folder()
         if kept := _find(folder, key):
-            return ctypes.CDLL(str(kept))
+            return opens(str(kept))
         _check_use(folder)
     except (OSError, RuntimeError) as error:
         folder, why_not = None, f", for this process alone ({error})"
@@ -93,7 +98,8 @@ def load(source: str, purpose: str) -> ctypes.CDLL:
     if compiler in _hanging:
         raise RuntimeError(too_long)
     said = "compiling %s for this CPU, a few seconds%s. AMP_KERNELS=reference leaves it out"
-    logger.warning(said, purpose, why_not)
+    if purpose:
+        logger.warning(said, purpose, why_not)
     with _building(folder or _parent_folder(Path(tempfile.gettempdir()))) as place:
         (place / "source.cpp").write_text(source, encoding="utf-8")
         try:
@@ -104,14 +110,14 @@ def load(source: str, purpose: str) -> ctypes.CDLL:
         library = place / "library.so"
         if folder is not None:
             library = _keep(library, folder, key)
-        return ctypes.CDLL(str(library))
+        return opens(str(library))
 
 
-def load_kept(source: str) -> ctypes.CDLL | None:
+def load_kept(source: str, flags: Sequence[str] = (), opens: Callable[[str], Any] = ctypes.CDLL) -> Any:
     """Return a library that was compiled from C++ earlier and kept, or None; nothing is compiled."""
     try:
-        kept = _find(cache_folder(), _how_to_make(source)[2]) if _place().is_dir() else None
-        return None if kept is None else ctypes.CDLL(str(kept))
+        kept = _find(cache_folder(), _how_to_make(source, flags)[2]) if _place().is_dir() else None
+        return None if kept is None else opens(str(kept))
     except (OSError, RuntimeError):
         return None
 
@@ -119,7 +125,7 @@ def load_kept(source: str) -> ctypes.CDLL | None:
 def load_or_log(source: str, purpose: str) -> ctypes.CDLL | None:
     """Do `load`; if it fails, log why and return None."""
     try:
-        return load(source, purpose)
+        return load(source, purpose)  # type: ignore[no-any-return]
     except Exception as error:  # from the compiler, the folder, or this release of torch
         lines = str(error).splitlines() or [type(error).__name__]
         reason = next((line for line in lines if "error:" in line), lines[0])
@@ -128,7 +134,9 @@ def load_or_log(source: str, purpose: str) -> ctypes.CDLL | None:
         return None
 
 
-def _how_to_make(source: str) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+def _how_to_make(
+    source: str, flags: Sequence[str] = ()
+) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     """Return the compiler, the command that compiles C++ with it, and the key of what comes of it.
 
     Raises:
@@ -137,8 +145,8 @@ def _how_to_make(source: str) -> tuple[tuple[str, ...], tuple[str, ...], str]:
     if os.name != "posix":
         raise OSError("on this system nothing is compiled")
     compiler = _compiler()
-    flags = (*_FLAGS, *_CPUS.get(torch.backends.cpu.get_cpu_capability(), ()))
-    command = (*compiler, *flags, "source.cpp", "-o", "library.so", *_THREADS)
+    own = (*_FLAGS, *_CPUS.get(torch.backends.cpu.get_cpu_capability(), ()))
+    command = (*compiler, *own, "source.cpp", "-o", "library.so", *_THREADS, *flags)
     made_of = "\0".join((torch.__version__, *command, source))
     return compiler, command, hashlib.sha256(made_of.encode()).hexdigest()[:32]
 

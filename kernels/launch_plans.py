@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from amp.kernels import host_lists
 from amp.kernels.backend import uses_triton
 from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
@@ -156,7 +157,7 @@ def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None)
         return False
     if set(map(_layout, every)) != {_STRIDED}:
         return False
-    if not (set(map(_dtype, every)) <= _FLOATS and all(map(Tensor.data_ptr, every))):
+    if not (set(map(_dtype, every)) <= _FLOATS and all(host_lists.lists.addresses(every))):
         return False
     shapes = list(map(_shape, lists[0]))
     return all(list(map(_shape, x)) == shapes and len(set(map(_dtype, x))) == 1 for x in lists)

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.kernels import host_lists
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
@@ -89,13 +91,13 @@ class TensorList(list[Tensor]):
 
     def now(self) -> TensorList:
         """Return the tensors as they are now: this list, if each is where it was."""
-        is_same = tuple(map(Tensor.data_ptr, self)) == self.addresses
+        is_same = host_lists.lists.addresses(self) == self.addresses
         return self if is_same else TensorList(self)
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
         """The address of each tensor's elements, which no two devices share; 0 without memory."""
-        return tuple(map(Tensor.data_ptr, self))
+        return host_lists.lists.addresses(self)  # type: ignore[no-any-return]
 
     @cached_property
     def has_memory(self) -> bool:

@@ -23,7 +23,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
-from operator import is_not
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from torch import Tensor
 
 from amp.distributed import set_values
 from amp.errors import AmpRuntimeError, warn
+from amp.kernels import host_lists
 from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, are_same, has_no_memory, local
 from amp.lazy import kernels
@@ -40,10 +40,7 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 
 _data: Any = Tensor.data  # `Master` has another one
 _grad = operator.attrgetter("grad")
-_device = operator.attrgetter("device")
 _dtype = operator.attrgetter("dtype")
-_trains = operator.attrgetter("requires_grad")
-_version = operator.attrgetter("_version")
 
 
 def called_by_shape(parameter: Tensor) -> str:
@@ -76,6 +73,9 @@ class Pairs:
         self.master_list, self.model_list = _values_of(self.masters), _values_of(self.models)
         self.were_assigned = False
         self._dtypes = [pair.dtype for pair in self.pairs]
+        have_one = len(set(self._dtypes)) == 1
+        self._dtype = [torch.empty(0, dtype=self._dtypes[0], device="cpu")] if have_one else None
+        """A tensor of the dtype of all parameters, or None."""
         self._are_whole = all(pair.low is None for pair in self.pairs)
         self._called = called
         self._part: Pairs | None = None
@@ -94,22 +94,22 @@ class Pairs:
         pairs, found = self.pairs, list[Callable[[Pairs], None]]()
         if not pairs:
             return found
-        if list(map(_dtype, self.models)) != self._dtypes:
+        lists = host_lists.lists
+        have_one = self._dtype is not None and lists.have_dtype(self.models, self._dtype)
+        if not have_one and list(map(_dtype, self.models)) != self._dtypes:
             found.append(Pairs._take_dtypes)
         if at_grads:
             common = [pair.grad for pair in pairs]
-            if any(map(is_not, map(_grad, self.masters), common)) or any(
-                map(is_not, map(_grad, self.models), common)
-            ):
+            if not (lists.have_grads(self.masters, common) and lists.have_grads(self.models, common)):
                 found.append(Pairs.follow_grads)
         trains = [pair.trains for pair in pairs]
-        if list(map(_trains, self.masters)) != trains or list(map(_trains, self.models)) != trains:
+        if not (lists.train(self.masters, trains) and lists.train(self.models, trains)):
             found.append(Pairs.follow_requires_grad)
         if self._are_whole:
             values = self.masters if self.are_plain else list(map(local, self.masters))
             is_as_before = (
-                list(map(_version, values)) == [pair.version for pair in pairs]
-                and list(map(Tensor.data_ptr, values)) == [pair.address for pair in pairs]
+                lists.versions(values) == [pair.version for pair in pairs]
+                and list(lists.addresses(values)) == [pair.address for pair in pairs]
                 and not any([pair.given is not None for pair in pairs])  # noqa: C419 (is faster)
             )
         else:
@@ -246,7 +246,7 @@ class Pairs:
 
     def check_devices(self) -> None:
         """Raise AmpRuntimeError if the model was moved after its masters were made."""
-        if list(map(_device, self.masters)) != list(map(_device, self.models)):
+        if not host_lists.lists.are_together(self.masters, self.models):
             for pair in self.pairs:
                 check_device(pair)
 
@@ -289,8 +289,9 @@ class Pairs:
             for pair in self.pairs:
                 pair.note_agreement()
             return
-        now = zip(map(_version, self.masters), map(Tensor.data_ptr, self.masters), strict=True)
-        for pair, (pair.version, pair.address) in zip(self.pairs, now, strict=True):
+        lists = host_lists.lists
+        now = lists.versions(self.masters), lists.addresses(self.masters)
+        for pair, pair.version, pair.address in zip(self.pairs, *now, strict=True):
             pair.given = None
 
     # Gradients.

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from amp.distributed import WHOLE, Cut, cut_of, place_gradients, shard_in_whole
+from amp.kernels import host_lists
 from amp.kernels.rule import Origin
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
 
@@ -98,7 +99,7 @@ class Batch:
         result = list(map(TensorList, lists))
         if are_same(tensors, list(map(operator.call, self._references))):
             for shown, (addresses, kind, device) in zip(result, self._known, strict=True):
-                shown.addresses = tuple(map(Tensor.data_ptr, shown))
+                shown.addresses = host_lists.lists.addresses(shown)
                 if shown.addresses == addresses:
                     shown.kind, shown.device = kind, device
         else:

@@ -277,7 +277,7 @@ class Deferral:
         """Whether the gradients of a block may stay as they are until the step, if that is possible."""
         if not new.are_dense or new.have_graphs:
             return False
-        if any([pair.is_shared for pair in pairs.pairs]):  # noqa: C419 (is faster)
+        if any([len(pair.users) > 1 for pair in pairs.pairs]):  # noqa: C419 (is faster)
             return False
         if self.deferred is None:
             return not pairs.have_grads()

@@ -1,0 +1,176 @@
+/* Functions of lists of tensors for host_lists.py, which reads the same answers in Python without them.
+
+   Only small headers of torch: where a tensor's pointer lies in its Python object is found at load. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <ATen/core/TensorBase.h>
+
+static Py_ssize_t place = -1;
+static PyTypeObject *tensor_type = nullptr;
+
+static c10::TensorImpl *impl_of(PyObject *x)
+{
+    return *reinterpret_cast<c10::TensorImpl **>(reinterpret_cast<char *>(x) + place);
+}
+
+/* Whether an object is a list of `size` tensors, or of any size if that is -1; else sets an error. */
+static bool are_tensors(PyObject *list, Py_ssize_t size, bool may_be_none = false)
+{
+    if (place < 0 || !PyList_Check(list) || (size >= 0 && PyList_GET_SIZE(list) != size)) {
+        PyErr_SetString(PyExc_TypeError, "this is no list of so many tensors");
+        return false;
+    }
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+        PyObject *x = PyList_GET_ITEM(list, i);
+        if (!PyObject_TypeCheck(x, tensor_type) && !(may_be_none && x == Py_None)) {
+            PyErr_SetString(PyExc_TypeError, "this is no tensor");
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Calls a function, and turns an exception of torch into one of Python. */
+template <class F> static PyObject *guarded(F function)
+{
+    try {
+        return function();
+    } catch (const std::exception &error) {
+        PyErr_SetString(PyExc_RuntimeError, error.what());
+        return nullptr;
+    }
+}
+
+/* Arguments: the class of tensors, and some of them. Whether their pointers are found in their objects. */
+static PyObject *prepare(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 2 || !PyType_Check(arguments[0]) || !PyList_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "prepare(type, tensors)");
+        return nullptr;
+    }
+    PyObject *list = arguments[1];
+    tensor_type = reinterpret_cast<PyTypeObject *>(Py_NewRef(arguments[0]));
+    const Py_ssize_t first = sizeof(PyObject), last = tensor_type->tp_basicsize - (Py_ssize_t)sizeof(void *);
+    place = -1;
+    for (Py_ssize_t at = first; at <= last && place < 0; at += sizeof(void *)) {
+        bool is_here = PyList_GET_SIZE(list) > 0;
+        for (Py_ssize_t i = 0; is_here && i < PyList_GET_SIZE(list); i++) {
+            PyObject *x = PyList_GET_ITEM(list, i), *known = PyObject_GetAttrString(x, "_cdata");
+            if (!known) return nullptr;
+            is_here = PyLong_AsVoidPtr(known) == *reinterpret_cast<void **>(reinterpret_cast<char *>(x) + at);
+            Py_DECREF(known);
+        }
+        if (is_here) place = at;
+    }
+    return PyBool_FromLong(place >= 0);
+}
+
+/* A tuple of the address of each tensor's elements. */
+static PyObject *addresses(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    PyObject *result = PyTuple_New(n);
+    PyObject *filled = result ? guarded([&]() -> PyObject * {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            PyObject *address = PyLong_FromVoidPtr(impl_of(PyList_GET_ITEM(list, i))->mutable_data());
+            if (!address) return nullptr;
+            PyTuple_SET_ITEM(result, i, address);
+        }
+        return result;
+    }) : nullptr;
+    if (!filled) Py_XDECREF(result);
+    return filled;
+}
+
+/* A list of the version of each tensor. */
+static PyObject *versions(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    PyObject *result = PyList_New(n);
+    PyObject *filled = result ? guarded([&]() -> PyObject * {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            PyObject *version = PyLong_FromLong(impl_of(PyList_GET_ITEM(list, i))->version_counter().current_version());
+            if (!version) return nullptr;
+            PyList_SET_ITEM(result, i, version);
+        }
+        return result;
+    }) : nullptr;
+    if (!filled) Py_XDECREF(result);
+    return filled;
+}
+
+/* Arguments: tensors and gradients, or None. Whether the `.grad` of each is that one. */
+static PyObject *have_grads(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 2 || !are_tensors(arguments[0], -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
+    if (!are_tensors(arguments[1], n, true)) return nullptr;
+    return guarded([&] {
+        bool all = true;
+        for (Py_ssize_t i = 0; all && i < n; i++) {
+            PyObject *grad = PyList_GET_ITEM(arguments[1], i);
+            const auto &own = reinterpret_cast<const at::TensorBase &>(impl_of(PyList_GET_ITEM(arguments[0], i))->grad());
+            all = grad == Py_None ? !own.defined() : own.defined() && own.unsafeGetTensorImpl() == impl_of(grad);
+        }
+        return PyBool_FromLong(all);
+    });
+}
+
+/* Arguments: tensors and bools. Whether each requires a gradient, or not, as its bool says. */
+static PyObject *train(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 2 || !are_tensors(arguments[0], -1)) return nullptr;
+    PyObject *flags = arguments[1];
+    const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
+    if (!PyList_Check(flags) || PyList_GET_SIZE(flags) != n) {
+        PyErr_SetString(PyExc_TypeError, "this is no list of so many flags");
+        return nullptr;
+    }
+    return guarded([&] {
+        bool all = true;
+        for (Py_ssize_t i = 0; all && i < n; i++)
+            all = impl_of(PyList_GET_ITEM(arguments[0], i))->requires_grad() == (PyList_GET_ITEM(flags, i) == Py_True);
+        return PyBool_FromLong(all);
+    });
+}
+
+/* Arguments: tensors, and others. Whether each is on the device of the other one. */
+static PyObject *are_together(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 2 || !are_tensors(arguments[0], -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
+    if (!are_tensors(arguments[1], n)) return nullptr;
+    return guarded([&] {
+        bool all = true;
+        for (Py_ssize_t i = 0; all && i < n; i++)
+            all = impl_of(PyList_GET_ITEM(arguments[0], i))->device() == impl_of(PyList_GET_ITEM(arguments[1], i))->device();
+        return PyBool_FromLong(all);
+    });
+}
+
+/* Arguments: tensors, and a list of one. Whether each has its dtype. */
+static PyObject *have_dtype(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 2 || !are_tensors(arguments[0], -1) || !are_tensors(arguments[1], 1)) return nullptr;
+    return guarded([&] {
+        const auto dtype = impl_of(PyList_GET_ITEM(arguments[1], 0))->dtype();
+        bool all = true;
+        for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(arguments[0]); i++)
+            all = impl_of(PyList_GET_ITEM(arguments[0], i))->dtype() == dtype;
+        return PyBool_FromLong(all);
+    });
+}
+
+#define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
+static PyMethodDef methods[] = {
+    {"prepare", FAST(prepare), nullptr},       {"addresses", addresses, METH_O, nullptr},
+    {"versions", versions, METH_O, nullptr},   {"have_grads", FAST(have_grads), nullptr},
+    {"train", FAST(train), nullptr},           {"are_together", FAST(are_together), nullptr},
+    {"have_dtype", FAST(have_dtype), nullptr},
+    {nullptr, nullptr, 0, nullptr},
+};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};
+PyMODINIT_FUNC PyInit_host_lists() { return PyModule_Create(&module); }

@@ -1,0 +1,131 @@
+"""What the host asks all tensors of a list in each step, in C++ where that is compiled.
+
+To read one attribute of 161 tensors takes Python some 20 microseconds, and C++ one. A step asks about
+addresses, versions, gradients, dtypes and devices many times, so this is most of the host's work.
+
+`lists` answers. It is `InPython` until `load_in_background` has loaded the same functions from
+`host_lists.cpp`. These find a tensor's pointer in its Python object, at a place that is looked for
+when they are loaded: if it is not found, as in another release of torch, Python goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import operator
+import os
+import sysconfig
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp.kernels.compiled_library import load, load_kept, read_source
+
+logger = logging.getLogger("amp")
+
+_device = operator.attrgetter("device")
+_dtype = operator.attrgetter("dtype")
+_grad = operator.attrgetter("grad")
+_trains = operator.attrgetter("requires_grad")
+_version = operator.attrgetter("_version")
+_LIB = Path(torch.__file__).parent / "lib"
+
+
+class InPython:
+    """The functions, in Python. Each takes lists of dense tensors that have values of their own."""
+
+    @staticmethod
+    def addresses(tensors: list[Tensor]) -> tuple[int, ...]:
+        """Return the address of each tensor's elements; 0 without memory."""
+        return tuple(map(Tensor.data_ptr, tensors))
+
+    @staticmethod
+    def versions(tensors: list[Tensor]) -> list[int]:
+        """Return how often torch has counted a write to each tensor."""
+        return list(map(_version, tensors))
+
+    @staticmethod
+    def have_grads(tensors: list[Tensor], grads: Sequence[Tensor | None]) -> bool:
+        """Whether the `.grad` of each tensor is the one in the other list."""
+        return not any(map(operator.is_not, map(_grad, tensors), grads))
+
+    @staticmethod
+    def train(tensors: list[Tensor], flags: list[bool]) -> bool:
+        """Whether each tensor requires a gradient, or not, as its flag says."""
+        return list(map(_trains, tensors)) == flags
+
+    @staticmethod
+    def are_together(some: list[Tensor], others: list[Tensor]) -> bool:
+        """Whether each tensor is on the device of the other one."""
+        return list(map(_device, some)) == list(map(_device, others))
+
+    @staticmethod
+    def have_dtype(tensors: list[Tensor], like: list[Tensor]) -> bool:
+        """Whether each tensor has the dtype of the one in the other list."""
+        return {like[0].dtype}.issuperset(map(_dtype, tensors))
+
+
+lists: Any = InPython
+_has_begun = False
+
+
+def load_in_background() -> None:
+    """Load the functions in C++: now if they are kept from an earlier process, else compile them.
+
+    A thread compiles them, once in a process, and nothing waits for it.
+    """
+    global _has_begun
+    if _has_begun or os.environ.get("AMP_KERNELS") == "reference":
+        return
+    _has_begun = True
+    if not _use(load_kept(_source(), *_how())):
+        threading.Thread(target=_compile, daemon=True).start()
+
+
+def _source() -> str:
+    return read_source("host_lists.cpp", {})
+
+
+def _how() -> tuple[Any, ...]:
+    """Return further arguments of `load`: flags, and how to open a library."""
+    link = f"-L{_LIB}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{_LIB}"
+    return (f"-I{sysconfig.get_path('include')}", "-fno-strict-aliasing", *link), _open
+
+
+def _open(path: str) -> Any:
+    """Return an extension module of Python."""
+    spec = importlib.util.spec_from_file_location("host_lists", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compile() -> None:
+    try:
+        _use(load(_source(), "", *_how()))
+    except Exception as error:  # from the compiler, the folder, or this release of torch
+        logger.debug("lists of tensors are read in Python: %s", error)
+
+
+def _use(module: Any) -> bool:
+    """Use a loaded module if it reads tensors rightly; return whether it is one."""
+    global lists
+    if module is None:
+        return False
+    tensors: list[Any] = [
+        torch.empty(3, device="cpu"),
+        torch.nn.Parameter(torch.ones(2, 2, device="cpu")),
+    ]
+    tensors += [tensors[0][1:], tensors[1].detach().half()]
+    if module.prepare(torch._C.TensorBase, tensors) and all(
+        getattr(module, name)(tensors) == getattr(InPython, name)(tensors)
+        for name in ("addresses", "versions")
+    ):
+        lists = module
+    return True

@@ -1,0 +1,210 @@
+"""Questions about lists of tensors: C++ answers as Python does, and refuses what is none."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import amp
+from amp.kernels import host_lists
+from amp.kernels.host_lists import InPython
+from amp.kernels.language import INTERPRETED
+
+if INTERPRETED:
+    pytest.skip("needs no interpreter", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def in_cpp() -> Any:
+    """The compiled functions."""
+    module = host_lists.load(host_lists._source(), "", *host_lists._how())
+    before = host_lists.lists
+    assert host_lists._use(module)
+    assert host_lists.lists is module, "tensors' pointers were not found in their objects"
+    host_lists.lists = before
+    return module
+
+
+@pytest.fixture(params=["C++", "Python"])
+def way(request: pytest.FixtureRequest, in_cpp: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Both ways, as what the library uses."""
+    chosen = in_cpp if request.param == "C++" else InPython
+    monkeypatch.setattr(host_lists, "lists", chosen)
+    return chosen
+
+
+class Own(nn.Parameter):
+    """A subclass with a slot of its own, as masters are."""
+
+    __slots__ = ("_own",)
+
+
+def tensors() -> list[Any]:
+    torch.manual_seed(0)
+    leaf = nn.Parameter(torch.randn(4, 3))
+    made = [leaf, Own(torch.randn(5)), leaf * 2, leaf.detach()[1:, 1:], torch.empty(0, 3)]
+    made += [
+        torch.randn(3).to(torch.bfloat16),
+        torch.tensor(True),
+        torch.randn(2, dtype=torch.complex64),
+    ]
+    made += [torch.zeros(2, device="meta"), leaf.detach().t(), nn.Parameter(torch.randn(2).half())]
+    return made
+
+
+def test_addresses_and_versions(way: Any) -> None:
+    some = tensors()
+    assert way.addresses(some) == tuple([x.data_ptr() for x in some])
+    assert way.versions(some) == [x._version for x in some]
+    with torch.no_grad():
+        some[0].add_(1)
+        some[5].data.add_(1)
+        some[1].data = torch.randn(5)
+    assert way.addresses(some) == tuple([x.data_ptr() for x in some])
+    assert way.versions(some) == [x._version for x in some]
+    assert way.addresses([]) == ()
+    assert way.versions([]) == []
+
+
+def test_gradients(way: Any) -> None:
+    some = [nn.Parameter(torch.randn(3)) for _ in range(3)]
+    grads: list[Any] = [None, torch.randn(3), torch.randn(3)]
+    assert way.have_grads(some, [None] * 3)
+    for x, grad in zip(some, grads, strict=True):
+        x.grad = grad
+    assert way.have_grads(some, grads)
+    assert not way.have_grads(some, [None] * 3)
+    assert not way.have_grads(some, [grads[0], grads[2], grads[1]])
+    some[0].grad = torch.zeros(3)
+    assert not way.have_grads(some, grads)
+    assert way.have_grads([], [])
+
+
+def test_flags_dtypes_and_devices(way: Any) -> None:
+    some = tensors()
+    flags = [x.requires_grad for x in some]
+    assert way.train(some, flags)
+    some[0].requires_grad_(False)
+    assert not way.train(some, flags)
+    floats = [x for x in some if x.dtype is torch.float32]
+    assert way.have_dtype(floats, [torch.zeros(1)])
+    assert not way.have_dtype(some, [torch.zeros(1)])
+    assert not way.have_dtype(floats, [torch.zeros(1).half()])
+    assert way.are_together(some, list(some))
+    assert not way.are_together(some, some[::-1])
+
+
+def test_what_has_neither_version_nor_address_raises(way: Any) -> None:
+    with torch.inference_mode():
+        made = torch.ones(2)
+    with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
+        way.versions([torch.ones(1), made])
+    assert way.addresses([made]) == (made.data_ptr(),)
+
+
+def outcome(function: Any, *arguments: Any) -> Any:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return type(error)
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer")
+def test_tensors_without_values_of_their_own_are_alike(in_cpp: Any) -> None:
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    for odd in (fake, torch.ones(2).to_sparse(), torch.ones(2, device="meta")):
+        for name in ("addresses", "versions"):
+            expected = outcome(getattr(InPython, name), [torch.ones(1).detach(), odd])
+            found = outcome(getattr(in_cpp, name), [torch.ones(1).detach(), odd])
+            assert found[1:] == expected[1:] if isinstance(found, (list, tuple)) else found is expected
+
+
+@pytest.mark.parametrize("wrong", [(torch.ones(1),), [None], [torch.ones(1), 3], None, [object()], "x"])
+def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
+    for function, arguments in (
+        (in_cpp.addresses, (wrong,)),
+        (in_cpp.versions, (wrong,)),
+        (in_cpp.have_grads, (wrong, [None])),
+        (in_cpp.train, (wrong, [True])),
+        (in_cpp.are_together, (wrong, wrong)),
+        (in_cpp.have_dtype, (wrong, wrong)),
+        (in_cpp.have_grads, ([torch.ones(1)], [])),
+        (in_cpp.train, ([torch.ones(1)], [True, False])),
+        (in_cpp.are_together, ([torch.ones(1)], [])),
+    ):
+        with pytest.raises(TypeError):
+            function(*arguments)
+
+
+def test_where_pointers_are_not_found_python_goes_on(
+    in_cpp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Moved:
+        """A module of another release, in which they lie elsewhere."""
+
+        prepare = staticmethod(lambda *_: False)
+
+    class Wrong(InPython):
+        """One whose answers are not those of Python."""
+
+        prepare = staticmethod(lambda *_: True)
+        versions = staticmethod(lambda tensors: [7] * len(tensors))
+
+    monkeypatch.setattr(host_lists, "lists", InPython)
+    for module in (Moved, Wrong):
+        host_lists._use(module)
+        assert host_lists.lists is InPython
+
+
+def test_where_nothing_can_be_compiled_nobody_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_lists, "lists", InPython)
+    monkeypatch.setattr(host_lists, "read_source", lambda *_: "no such thing")
+    with caplog.at_level(logging.INFO, "amp"):
+        host_lists._compile()
+    assert host_lists.lists is InPython
+    assert not caplog.text
+
+
+EVENTS: tuple[Any, ...] = (
+    lambda model, masters: None,
+    lambda model, masters: masters[0].detach().mul_(0.5),
+    lambda model, masters: model[2].weight.data.clamp_(-0.1, 0.1),
+    lambda model, masters: setattr(masters[1], "data", torch.ones(9)),
+    lambda model, masters: setattr(model[0].weight, "data", torch.eye(9)),  # FP32
+    lambda model, masters: model[2].requires_grad_(False),
+    lambda model, masters: masters[2].requires_grad_(True),
+    lambda model, masters: masters[0].data.add_(0.1),
+)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, amp.optimizers.FusedAdam])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_training_that_everything_happens_to(
+    in_cpp: Any, level: str, optimizer_class: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writes, moved memory, gradients and frozen weights are seen as they are in Python."""
+    ends = []
+    for chosen in (in_cpp, InPython):
+        monkeypatch.setattr(host_lists, "lists", chosen)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4))
+        optimizer = optimizer_class(model.parameters(), lr=1e-2)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        for event in EVENTS:
+            event(model, list(amp.master_params(optimizer)))
+            with amp.scale_loss(model(torch.randn(8, 9)).square().mean(), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            model[0].bias.grad = torch.ones(9)
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append([x.detach().clone() for x in (*model.parameters(), *amp.master_params(optimizer))])
+        amp.get_session(optimizer).close()
+    assert all(map(torch.equal, *ends))
