@@ -19,7 +19,7 @@ from amp.casting.by_op import CastOps
 from amp.casting.fp8_history import AmaxHistory
 from amp.casting.fp8_strategy import Fp8Linears, set_forward
 from amp.casting.memory_checks import named_tensors
-from amp.casting.regions import ThreadState, forwards
+from amp.casting.regions import DEVICE_TYPES, ThreadState, forwards
 from amp.casting.strategies import strategies_for
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
@@ -41,8 +41,6 @@ from amp.training.synchronization import Synchronization
 from amp.undo import Undo
 
 logger = logging.getLogger("amp")
-
-_internals: Any = torch._C  # whose private functions have no types
 
 M = TypeVar("M")
 T = TypeVar("T")
@@ -226,7 +224,7 @@ class Session:
         """Prepare the forward of a model; a hook of the model calls this. No host sync."""
         if self.casts.live and not (forwards.are_running or forwards.casts is not None):
             active.activate(self.casts)
-        if _internals._is_any_autocast_enabled():
+        if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
             for strategy in self.strategies[:1]:  # the same check in all
                 strategy.check_region()
         for attached in self.attached if self.properties.master_weights else ():

@@ -58,25 +58,27 @@ def merge(
     Args:
         parameters: float16 or bfloat16.
         masters: float32. No version of them goes up, and where they agree with their parameters nothing
-            is written.
+            is written. On the CPU two `TensorList`s that were merged before are not looked at again.
         backend: see `amp.kernels.backend`.
 
     Raises:
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    _run(parameters, masters, None, backend)
+    left = _run_again(parameters, masters, MERGE, backend)
+    if left is None:
+        _run(parameters, masters, None, backend)
+    elif left:
+        merge_reference([parameters[i] for i in left], [masters[i] for i in left], None, looks=True)
 
 
 def round_back(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
     """Round masters into their parameters; each parameter's version goes up. The host does not wait.
 
-    Arguments and errors are those of `merge`, and a `TensorList` that it was given is not looked at
-    again.
+    Arguments and errors are those of `merge`. On the CPU two `TensorList`s that were merged before are
+    not looked at again.
     """
-    left: Sequence[int] | None = None
-    if _are_known(parameters, masters, None):
-        left = _run_in_cpp(parameters, masters, ROUND)  # type: ignore[arg-type]
+    left = _run_again(parameters, masters, ROUND)
     if left is None:
         master_copy(masters, parameters)
     else:
@@ -115,9 +117,7 @@ def _run(
     backend: str | None,
 ) -> None:
     """Merge, or with a flag, float32 `[1]`, set it if that would change anything."""
-    if _are_known(parameters, masters, backend) or (
-        takes_at_once((parameters, masters), backend) and masters[0].dtype is torch.float32
-    ):
+    if takes_at_once((parameters, masters), backend) and masters[0].dtype is torch.float32:
         _run_at_once(parameters, masters, flag, backend, _get_current_dispatch_mode() is None)
         return
     both = dense(parameters), dense(masters)
@@ -226,11 +226,19 @@ def _run_in_cpp(parameters: TensorList, masters: TensorList, does: int) -> Seque
     return left
 
 
-def _are_known(parameters: Any, masters: Any, backend: str | None) -> bool:
-    """Whether the loop has gone through these lists, which need not be looked at again."""
+def _run_again(
+    parameters: Any, masters: Any, does: int, backend: str | None = None
+) -> Sequence[int] | None:
+    """Let the loop go through lists that it has gone through before; they are not looked at again.
+
+    Returns the indices of those that it does not take; None if it has not, or may not.
+    """
     table = getattr(masters, "table", None)
-    is_known = table is not None and table[0] is parameters and not (backend or requested()[0])
-    return is_known and _get_current_dispatch_mode() is None and not torch.compiler.is_compiling()
+    if table is None or table[0] is not parameters or backend:
+        return None
+    if _get_current_dispatch_mode() is not None or torch.compiler.is_compiling():
+        return None
+    return _run_in_cpp(parameters, masters, does)
 
 
 # In plain torch.

@@ -332,7 +332,8 @@ class AttachedOptimizer:
             self.misuse.of_others = []
         self.gradients.drop(is_to_none=bool(set_to_none))
         if set_to_none and getattr(zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
-            store_grads(self.gradients.groups.unmastered)  # all that is left for it to do
+            for parameter in self.gradients.groups.unmastered:  # all that is left for it to do
+                parameter.grad = None
             return None
         result = zero_grad(*args, **kwargs)
         if not set_to_none:
