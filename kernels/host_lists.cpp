@@ -119,6 +119,20 @@ static PyObject *have_grads(PyObject *, PyObject *const *arguments, Py_ssize_t c
     });
 }
 
+/* Sets the `.grad` of each tensor to None. */
+static PyObject *clear_grads(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    return guarded([&] {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+            c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(list, i));
+            if (reinterpret_cast<const at::TensorBase &>(impl->grad()).defined())
+                reinterpret_cast<at::TensorBase &>(impl->mutable_grad()).reset();
+        }
+        return Py_NewRef(Py_None);
+    });
+}
+
 /* Arguments: tensors and bools. Whether each requires a gradient, or not, as its bool says. */
 static PyObject *train(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -169,7 +183,7 @@ static PyMethodDef methods[] = {
     {"prepare", FAST(prepare), nullptr},       {"addresses", addresses, METH_O, nullptr},
     {"versions", versions, METH_O, nullptr},   {"have_grads", FAST(have_grads), nullptr},
     {"train", FAST(train), nullptr},           {"are_together", FAST(are_together), nullptr},
-    {"have_dtype", FAST(have_dtype), nullptr},
+    {"have_dtype", FAST(have_dtype), nullptr}, {"clear_grads", clear_grads, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

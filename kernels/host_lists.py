@@ -54,6 +54,12 @@ class InPython:
         return not any(map(operator.is_not, map(_grad, tensors), grads))
 
     @staticmethod
+    def clear_grads(tensors: list[Tensor]) -> None:
+        """Set the `.grad` of each tensor to None."""
+        for tensor in tensors:
+            tensor.grad = None
+
+    @staticmethod
     def train(tensors: list[Tensor], flags: list[bool]) -> bool:
         """Whether each tensor requires a gradient, or not, as its flag says."""
         return list(map(_trains, tensors)) == flags

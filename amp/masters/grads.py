@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.kernels import host_lists
+
 _GRAD: Any = torch.Tensor.grad
 
 
@@ -21,9 +23,10 @@ def have_grads(tensors: Iterable[Tensor]) -> bool:
     return any(map(operator.is_not, map(_GRAD.__get__, tensors), itertools.repeat(None)))
 
 
-def store_grads(
-    tensors: Iterable[Tensor], grads: Iterable[Tensor | None] = itertools.repeat(None)
-) -> None:
+def store_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None] | None = None) -> None:
     """Set the `.grad` of each tensor; by default None."""
-    for tensor, grad in zip(tensors, grads):  # noqa: B905 (there may be endless gradients)
+    if grads is None:
+        host_lists.lists.clear_grads(list(tensors))
+        return
+    for tensor, grad in zip(tensors, grads, strict=True):
         tensor.grad = grad

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import AmpTypeError, AmpValueError, brief, truth_of
+from amp.kernels import host_lists
 from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import are_same
 from amp.optimizers.batches import Batches
@@ -227,7 +228,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, by default as `set_grad_none` says."""
-        super().zero_grad(self.defaults["set_grad_none"] if set_to_none is None else set_to_none)
+        to_none = self.defaults["set_grad_none"] if set_to_none is None else set_to_none
+        if not to_none or torch.compiler.is_compiling():
+            super().zero_grad(to_none)
+            return
+        for group in self.param_groups:
+            host_lists.lists.clear_grads(group["params"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of its `torch.optim` counterpart, or of apex's.

@@ -58,6 +58,7 @@ from torch import Tensor
 
 from amp.distributed import place_gradients
 from amp.errors import AmpRuntimeError
+from amp.kernels import host_lists
 from amp.kernels.interrupts import Change
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
@@ -531,9 +532,10 @@ class Gradients:
             is_to_none: whether to remove them from both sides too.
         """
         pairs = self.groups.pairs
+        if is_to_none and pairs.pairs:
+            host_lists.lists.clear_grads(pairs.masters)
+            host_lists.lists.clear_grads(pairs.models)
         for pair in pairs.pairs:
-            if is_to_none:
-                pair.master.grad = pair.parameter.grad = None
             pair.grad = None
         pairs.were_assigned = self.were_stepped = False
         if self.deferral.is_possible:

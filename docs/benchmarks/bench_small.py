@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -47,8 +48,12 @@ def training(way: str, level: str, layers: int) -> Callable[[], None]:
 
     def without() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype, enabled=level != "O0"):
+        with nullcontext() if level == "O0" else torch.autocast("cpu", dtype):
             loss = (model(x).float() - y).pow(2).mean()
+        if not scaler.is_enabled():
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            return
         scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()

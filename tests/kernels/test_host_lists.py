@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -82,6 +83,11 @@ def test_gradients(way: Any) -> None:
     assert not way.have_grads(some, [grads[0], grads[2], grads[1]])
     some[0].grad = torch.zeros(3)
     assert not way.have_grads(some, grads)
+    weak = weakref.ref(some[0].grad)
+    assert way.clear_grads(some) is None
+    assert [x.grad for x in some] == [None] * 3
+    assert weak() is None
+    assert way.clear_grads([torch.ones(2), torch.ones(2).half()]) is None
     assert way.have_grads([], [])
 
 
@@ -130,6 +136,7 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
     for function, arguments in (
         (in_cpp.addresses, (wrong,)),
         (in_cpp.versions, (wrong,)),
+        (in_cpp.clear_grads, (wrong,)),
         (in_cpp.have_grads, (wrong, [None])),
         (in_cpp.train, (wrong, [True])),
         (in_cpp.are_together, (wrong, wrong)),
