@@ -162,13 +162,24 @@ def bias_correction(t, log_beta, corrects_bias):
     return tl.where(corrects_bias == 0.0, 1.0, -_expm1(x))
 
 
-@functools.lru_cache(maxsize=64, typed=True)
-def corrections_at(t: float, *log_betas: float) -> tuple[float, ...]:
+TOGETHER = 64
+"""For how many steps `corrections_at` computes at once: that takes no longer than for one."""
+
+
+def corrections_at(t: float, *log_betas: float) -> Sequence[float]:
     """Return 1 - beta^t of each beta on the host: of `Single`s the same numbers as on a device."""
     if not isinstance(log_betas[0], Single):
-        return tuple([-math.expm1(t * log_beta) for log_beta in log_betas])
-    x = torch.tensor(log_betas, dtype=torch.float32, device="cpu") * t
-    return tuple(map(Single, (-plain(_expm1)(x.clamp(min=-20.0))).tolist()))
+        return [-math.expm1(t * log_beta) for log_beta in log_betas]
+    first = t // TOGETHER * TOGETHER
+    return [Single(numbers[int(t - first)]) for numbers in _corrections_from(first, t % 1.0, log_betas)]
+
+
+@functools.lru_cache(maxsize=64)
+def _corrections_from(first: float, part: float, log_betas: tuple[float, ...]) -> list[list[float]]:
+    """Return the corrections of each beta for `TOGETHER` steps from a whole number on, plus a part."""
+    times = torch.arange(TOGETHER, dtype=torch.float32, device="cpu") + (first + part)
+    x = torch.tensor(log_betas, dtype=torch.float32, device="cpu")[:, None] * times
+    return (-plain(_expm1)(x.clamp(min=-20.0))).tolist()  # type: ignore[no-any-return]
 
 
 @jit
