@@ -118,7 +118,7 @@ def load_kept(source: str, flags: Sequence[str] = (), opens: Callable[[str], Any
     try:
         kept = _find(cache_folder(), _how_to_make(source, flags)[2]) if _place().is_dir() else None
         return None if kept is None else opens(str(kept))
-    except (OSError, RuntimeError):
+    except (OSError, RuntimeError, ImportError):
         return None
 
 

@@ -98,8 +98,10 @@ def _source() -> str:
 
 def _how() -> tuple[Any, ...]:
     """Return further arguments of `load`: flags, and how to open a library."""
+    is_new = int(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True))  # before torch 2.7 it may be False
+    compiles = f"-I{sysconfig.get_path('include')}", f"-D_GLIBCXX_USE_CXX11_ABI={is_new}"
     link = f"-L{_LIB}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{_LIB}"
-    return (f"-I{sysconfig.get_path('include')}", "-fno-strict-aliasing", *link), _open
+    return (*compiles, "-fno-strict-aliasing", *link), _open
 
 
 def _open(path: str) -> Any:

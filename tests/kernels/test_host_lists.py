@@ -169,6 +169,24 @@ def test_where_pointers_are_not_found_python_goes_on(
         assert host_lists.lists is InPython
 
 
+def test_a_library_that_cannot_be_imported_is_left_alone(
+    in_cpp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was linked with another torch."""
+
+    def fail(path: str) -> Any:
+        raise ImportError(path)
+
+    flags, opens = host_lists._how()
+    assert host_lists.load_kept(host_lists._source(), flags, opens) is not None
+    assert host_lists.load_kept(host_lists._source(), flags, fail) is None
+    monkeypatch.setattr(host_lists, "_open", fail)
+    monkeypatch.setattr(host_lists, "_has_begun", False)
+    monkeypatch.setattr(host_lists, "lists", InPython)
+    host_lists.load_in_background()
+    assert host_lists.lists is InPython
+
+
 def test_where_nothing_can_be_compiled_nobody_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
