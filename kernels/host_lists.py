@@ -33,6 +33,7 @@ _grad = operator.attrgetter("grad")
 _trains = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
 _LIB = Path(torch.__file__).parent / "lib"
+_THREAD = "amp compiles functions of lists"
 
 
 class InPython:
@@ -89,7 +90,7 @@ def load_in_background() -> None:
         return
     _has_begun = True
     if not _use(load_kept(_source(), *_how())):
-        threading.Thread(target=_compile, daemon=True).start()
+        threading.Thread(target=_compile, name=_THREAD, daemon=True).start()
 
 
 def _source() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import Any
 
@@ -20,14 +21,16 @@ if INTERPRETED:
     pytest.skip("needs no interpreter", allow_module_level=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", autouse=True)
 def in_cpp() -> Any:
-    """The compiled functions."""
+    """The compiled functions; no thread that an earlier test has begun loads others meanwhile."""
+    host_lists._has_begun = True
+    for thread in threading.enumerate():
+        if thread.name == host_lists._THREAD:
+            thread.join()
     module = host_lists.load(host_lists._source(), "", *host_lists._how())
-    before = host_lists.lists
     assert host_lists._use(module)
     assert host_lists.lists is module, "tensors' pointers were not found in their objects"
-    host_lists.lists = before
     return module
 
 
@@ -181,6 +184,7 @@ def test_a_library_that_cannot_be_imported_is_left_alone(
     assert host_lists.load_kept(host_lists._source(), flags, opens) is not None
     assert host_lists.load_kept(host_lists._source(), flags, fail) is None
     monkeypatch.setattr(host_lists, "_open", fail)
+    monkeypatch.setattr(host_lists, "_compile", lambda: None)
     monkeypatch.setattr(host_lists, "_has_begun", False)
     monkeypatch.setattr(host_lists, "lists", InPython)
     host_lists.load_in_background()
