@@ -226,7 +226,7 @@ def unpatched(function: Any) -> Any:
 
 def modules_of_others() -> Iterator[ModuleType]:
     """Yield the loaded modules that are neither torch's nor ours."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # at once: another thread may import meanwhile
         if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "amp"):
             yield module
 
@@ -238,9 +238,9 @@ def show_patched(holder: Any, attributes: Mapping[int, tuple[Any, str, Any]]) ->
         holder: a module, or any object with a `__dict__`.
         attributes: where a function is patched, its name there and the function, by the function's id.
     """
-    if attributes.keys().isdisjoint(map(id, list(vars(holder).values()))):
+    if attributes.keys().isdisjoint(map(id, vars(holder).copy().values())):
         return  # as nearly all modules, of which a process may have thousands
-    for name, value in list(vars(holder).items()):
+    for name, value in vars(holder).copy().items():
         if id(value) in attributes:
             target, attribute, _ = attributes[id(value)]
             setattr(holder, name, getattr(target, attribute))

@@ -180,6 +180,6 @@ def uninstall() -> None:
 
 
 def _forget_modules() -> None:
-    for name in list(sys.modules):
+    for name in sys.modules.copy():
         if name.partition(".")[0] in _TOPS:
             del sys.modules[name]
