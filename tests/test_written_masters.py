@@ -507,7 +507,7 @@ def test_masters_that_move_in_the_step_are_rounded_from_where_they_are(
         with amp.scale_loss(model(torch.randn(8, 33)).square().mean(), optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
-        masters = list(amp.master_params(optimizer))
+        masters: list[Any] = list(amp.master_params(optimizer))
         for parameter, master, old in zip(model.parameters(), masters, before, strict=True):
             assert torch.equal(parameter, master.to(parameter.dtype))
             assert torch.equal(master, old - 0.1 * master.grad)
