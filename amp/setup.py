@@ -80,6 +80,7 @@ class Setup:
             self._watch_models()
             self._finish(new)
             undo.has_succeeded()
+            load_in_background()  # of which nothing has to be undone
         finally:
             undo.memory.forget()
             if not undo.is_for_close:
@@ -98,7 +99,6 @@ class Setup:
         self._patch()
         if session.properties.has_half:
             install_hooks(session.masters, self._models, undo)
-        load_in_background()
 
     def _patch(self) -> None:
         """Patch functions of torch that would silently be wrong; see docs/architecture.md."""

@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <ATen/core/TensorBase.h>
+#include <vector>
 
 static Py_ssize_t place = -1;
 static PyTypeObject *tensor_type = nullptr;
@@ -29,6 +30,13 @@ static bool are_tensors(PyObject *list, Py_ssize_t size, bool may_be_none = fals
         }
     }
     return true;
+}
+
+/* Whether there are two arguments; else sets an error. */
+static bool are_two(Py_ssize_t count)
+{
+    if (count != 2) PyErr_SetString(PyExc_TypeError, "this takes two arguments");
+    return count == 2;
 }
 
 /* Calls a function, and turns an exception of torch into one of Python. */
@@ -105,7 +113,7 @@ static PyObject *versions(PyObject *, PyObject *list)
 /* Arguments: tensors and gradients, or None. Whether the `.grad` of each is that one. */
 static PyObject *have_grads(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 2 || !are_tensors(arguments[0], -1)) return nullptr;
+    if (!are_two(count) || !are_tensors(arguments[0], -1)) return nullptr;
     const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
     if (!are_tensors(arguments[1], n, true)) return nullptr;
     return guarded([&] {
@@ -119,15 +127,17 @@ static PyObject *have_grads(PyObject *, PyObject *const *arguments, Py_ssize_t c
     });
 }
 
-/* Sets the `.grad` of each tensor to None. */
+/* Sets the `.grad` of each tensor to None. The gradients go last: their end may run code of Python. */
 static PyObject *clear_grads(PyObject *, PyObject *list)
 {
     if (!are_tensors(list, -1)) return nullptr;
+    std::vector<at::TensorBase> grads;
     return guarded([&] {
+        grads.reserve(PyList_GET_SIZE(list));
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
             c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(list, i));
             if (reinterpret_cast<const at::TensorBase &>(impl->grad()).defined())
-                reinterpret_cast<at::TensorBase &>(impl->mutable_grad()).reset();
+                grads.push_back(std::move(reinterpret_cast<at::TensorBase &>(impl->mutable_grad())));
         }
         return Py_NewRef(Py_None);
     });
@@ -136,7 +146,7 @@ static PyObject *clear_grads(PyObject *, PyObject *list)
 /* Arguments: tensors and bools. Whether each requires a gradient, or not, as its bool says. */
 static PyObject *train(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 2 || !are_tensors(arguments[0], -1)) return nullptr;
+    if (!are_two(count) || !are_tensors(arguments[0], -1)) return nullptr;
     PyObject *flags = arguments[1];
     const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
     if (!PyList_Check(flags) || PyList_GET_SIZE(flags) != n) {
@@ -154,7 +164,7 @@ static PyObject *train(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 /* Arguments: tensors, and others. Whether each is on the device of the other one. */
 static PyObject *are_together(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 2 || !are_tensors(arguments[0], -1)) return nullptr;
+    if (!are_two(count) || !are_tensors(arguments[0], -1)) return nullptr;
     const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
     if (!are_tensors(arguments[1], n)) return nullptr;
     return guarded([&] {
@@ -168,7 +178,7 @@ static PyObject *are_together(PyObject *, PyObject *const *arguments, Py_ssize_t
 /* Arguments: tensors, and a list of one. Whether each has its dtype. */
 static PyObject *have_dtype(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (count != 2 || !are_tensors(arguments[0], -1) || !are_tensors(arguments[1], 1)) return nullptr;
+    if (!are_two(count) || !are_tensors(arguments[0], -1) || !are_tensors(arguments[1], 1)) return nullptr;
     return guarded([&] {
         const auto dtype = impl_of(PyList_GET_ITEM(arguments[1], 0))->dtype();
         bool all = true;

@@ -1,7 +1,7 @@
 """What the host asks all tensors of a list in each step, in C++ where that is compiled.
 
-To read one attribute of 161 tensors takes Python some 20 microseconds, and C++ one. A step asks about
-addresses, versions, gradients, dtypes and devices many times, so this is most of the host's work.
+A step asks many times about addresses, versions, gradients, dtypes and devices of all tensors. In
+Python each question is a call for each tensor, and most of the host's work.
 
 `lists` answers. It is `InPython` until `load_in_background` has loaded the same functions from
 `host_lists.cpp`. These find a tensor's pointer in its Python object, at a place that is looked for

@@ -3,7 +3,8 @@
 An operation on parallel lists of n tensors takes one launch for each device and combination of dtypes
 among them. The tables of a launch lie on its device: `rows` has the addresses and the size of each
 tensor, and `chunks` says which program does which piece. They go to the device through pinned memory,
-so the host does not wait for it.
+so the host does not wait for it. An `Elementwise` operation runs by such a plan, or at once in plain
+torch, where its tensors are plain ones on the CPU.
 
 Plans are cached. The key is all that a plan depends on: the operation's chunk size, the device, the
 stream on which the tables were sent, whether Triton runs there, and the kind of each list

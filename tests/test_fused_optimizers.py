@@ -353,6 +353,38 @@ def test_a_rate_that_became_nan_is_refused_before_any_group_steps() -> None:
     assert_step_is_refused(optimizer, net, ValueError, "lr=nan")
 
 
+@pytest.mark.parametrize("name", ["lr", "betas", "eps"])
+def test_hyper_parameters_that_change_in_place_are_checked_in_each_step(name: str) -> None:
+    """Those that are the same objects are not, if they cannot change."""
+    parameter = nn.Parameter(torch.ones(2))
+    value = torch.tensor(0.5)
+    options: dict[str, Any] = {name: (value, 0.9) if name == "betas" else value}
+    optimizer = FusedAdam([parameter], **options)
+    for _ in range(3):
+        parameter.grad = torch.ones(2)
+        optimizer.step()
+        assert optimizer.zero_grad() is None
+    value.fill_(-1.0)
+    before = parameter.detach().clone()
+    parameter.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="-1 must be at least 0"):
+        optimizer.step()
+    assert torch.equal(parameter, before)
+
+
+@pytest.mark.parametrize("level", [None, "O0", "O2"])
+def test_a_group_may_hold_its_parameters_in_a_tuple(level: str | None) -> None:
+    model: Any = nn.Linear(2, 2)
+    optimizer: Any = FusedAdam(model.parameters())
+    if level is not None:
+        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    optimizer.param_groups[0]["params"] = tuple(optimizer.param_groups[0]["params"])
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    optimizer.zero_grad()
+    assert [p.grad for p in (*optimizer.param_groups[0]["params"], *model.parameters())] == [None] * 4
+
+
 def test_gradients_that_no_kernel_takes_are_named() -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4, sparse=True))
     optimizer = FusedAdam(net.named_parameters(), lr=LR)

@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from amp.kernels.rule import Moment, UpdateRule
 
 
+_CONSTANT = bool, int, float, str, torch.dtype, type(None)
+"""Types of hyper-parameters that no code changes in place."""
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """An optimizer whose step is one launch for each group, device and combination of dtypes.
 
@@ -233,7 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             super().zero_grad(to_none)
             return
         for group in self.param_groups:
-            host_lists.lists.clear_grads(group["params"])
+            host_lists.lists.clear_grads(list(group["params"]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of its `torch.optim` counterpart, or of apex's.
@@ -311,8 +315,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not are_same(given, self._checked):
             for group in self.param_groups:
                 self._check_group(group)
-            may_change = any(isinstance(value, (Tensor, list)) for value in given)
-            self._checked = [] if may_change else given
+            parts = [x for value in given for x in (value if isinstance(value, tuple) else (value,))]
+            self._checked = given if all(isinstance(x, _CONSTANT) for x in parts) else []
         inputs = self.scaled_grads or inputs_outside_of_a_session(self)
         step_batches(self, self._batches.of(self.param_groups, self.state, inputs), inputs)
         return loss

@@ -206,7 +206,11 @@ class AttachedOptimizer:
         self._give_state_back()
         self._rekey_state(self._released)
         for group in self.optimizer.param_groups:
-            group["params"][:] = [self._released.get(p, p) for p in group["params"]]
+            params = [self._released.get(p, p) for p in group["params"]]
+            if isinstance(group["params"], list):
+                group["params"][:] = params  # the same list, which LBFGS keeps
+            else:  # a script has put another sequence there
+                group["params"] = params
         for master, parameter in self._released.items():
             self.masters.release(master, self)
             parameter.grad = None if master.grad is None else master.grad.to(parameter.dtype)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import amp
@@ -94,6 +94,20 @@ def test_gradients(way: Any) -> None:
     assert way.have_grads([], [])
 
 
+def test_the_end_of_a_gradient_may_change_the_list(way: Any) -> None:
+    class Grad(Tensor):
+        def __del__(self) -> None:
+            some.clear()
+
+    some = [nn.Parameter(torch.randn(3)) for _ in range(50)]
+    kept = list(some)
+    for x in some:
+        x.grad = torch.randn(3).as_subclass(Grad)
+    way.clear_grads(list(some) if way is InPython else some)
+    assert not some
+    assert [x.grad for x in kept] == [None] * 50
+
+
 def test_flags_dtypes_and_devices(way: Any) -> None:
     some = tensors()
     flags = [x.requires_grad for x in some]
@@ -145,6 +159,7 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.are_together, (wrong, wrong)),
         (in_cpp.have_dtype, (wrong, wrong)),
         (in_cpp.have_grads, ([torch.ones(1)], [])),
+        (in_cpp.have_grads, ([torch.ones(1)],)),
         (in_cpp.train, ([torch.ones(1)], [True, False])),
         (in_cpp.are_together, ([torch.ones(1)], [])),
     ):
