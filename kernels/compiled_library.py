@@ -22,6 +22,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ TIME_LIMIT = 120.0
 """Seconds after which a compiler is killed; it takes two or three on an idle machine."""
 ABANDONED = 3600.0
 """Seconds after which a build folder can no longer be in use."""
+THREAD = "amp compiles"
+"""The name of threads of `in_background`."""
 _BUILDING = "reamp-building-"
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
 """The mode bits that let other users write."""
@@ -132,6 +135,11 @@ def load_or_log(source: str, purpose: str) -> ctypes.CDLL | None:
         said = "%s could not be compiled, so eager torch runs it, slower: %s"
         logger.warning(said, purpose, reason)
         return None
+
+
+def in_background(compiles: Callable[..., object], *args: object) -> None:
+    """Call a function that compiles in another thread, for which nothing waits."""
+    threading.Thread(target=compiles, args=args, name=THREAD, daemon=True).start()
 
 
 def _how_to_make(

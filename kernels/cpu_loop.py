@@ -16,7 +16,6 @@ import ctypes
 import functools
 import itertools
 import operator
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels.backend import requested
-from amp.kernels.compiled_library import load_kept, load_or_log, read_source
+from amp.kernels.compiled_library import in_background, load_kept, load_or_log, read_source
 from amp.kernels.interrupts import Change
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
@@ -225,7 +224,7 @@ def loop_for(source: Callable[..., str], made_of: tuple[Any, ...], purpose: str,
     elif _asked[key] == 1:
         _load(key, purpose, compiles=False)
     elif _asked[key] == LONG:
-        threading.Thread(target=_load, args=(key, purpose), daemon=True).start()
+        in_background(_load, key, purpose)
     return _loops.get(key)
 
 

@@ -15,7 +15,6 @@ import logging
 import operator
 import os
 import sysconfig
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.kernels.compiled_library import load, load_kept, read_source
+from amp.kernels.compiled_library import in_background, load, load_kept, read_source
 
 logger = logging.getLogger("amp")
 
@@ -33,7 +32,6 @@ _grad = operator.attrgetter("grad")
 _trains = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
 _LIB = Path(torch.__file__).parent / "lib"
-_THREAD = "amp compiles functions of lists"
 
 
 class InPython:
@@ -90,7 +88,7 @@ def load_in_background() -> None:
         return
     _has_begun = True
     if not _use(load_kept(_source(), *_how())):
-        threading.Thread(target=_compile, name=_THREAD, daemon=True).start()
+        in_background(_compile)
 
 
 def _source() -> str:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amp
 from amp.profiles.levels import LEVELS
+from tests.compiling import wait_for_compilers
 
 QUICK = ("O1", "O2", "O7")
 SOME_QUICK = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS]
@@ -36,7 +37,8 @@ SESSIONS_MAY_TAKE, STEPS_MAY_TAKE = 900, 2500
 
 
 def things(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Count what there is, once what nobody refers to is gone."""
+    """Count what there is, once what nobody refers to is gone, and what compiles has ended."""
+    wait_for_compilers()
     gc.collect()
     objects = gc.get_objects()
     tasks = Path("/proc/self/task")

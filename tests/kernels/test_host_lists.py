@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from typing import Any
 
@@ -16,6 +15,7 @@ import amp
 from amp.kernels import host_lists
 from amp.kernels.host_lists import InPython
 from amp.kernels.language import INTERPRETED
+from tests.compiling import wait_for_compilers
 
 if INTERPRETED:
     pytest.skip("needs no interpreter", allow_module_level=True)
@@ -25,9 +25,7 @@ if INTERPRETED:
 def in_cpp() -> Any:
     """The compiled functions; no thread that an earlier test has begun loads others meanwhile."""
     host_lists._has_begun = True
-    for thread in threading.enumerate():
-        if thread.name == host_lists._THREAD:
-            thread.join()
+    wait_for_compilers()
     module = host_lists.load(host_lists._source(), "", *host_lists._how())
     assert host_lists._use(module)
     assert host_lists.lists is module, "tensors' pointers were not found in their objects"
