@@ -78,7 +78,9 @@ def open_scale(attached: Sequence[AttachedOptimizer]) -> Tensor | None:
 def is_checked(attached: Sequence[AttachedOptimizer]) -> bool:
     """Whether the gradients of these optimizers, all of one session, are checked before a step."""
     return all(
-        scaler.checks(one.gradients.skips_on_device) for one in attached for scaler in one.owner.scalers
+        scaler.checks(one.gradients.capabilities.skips_on_device)
+        for one in attached
+        for scaler in one.owner.scalers
     )
 
 

@@ -26,8 +26,7 @@ from amp.observers import everywhere
 from amp.patching import Patches
 from amp.profiles.properties import StateDtype
 from amp.training import optimizer_states
-from amp.training.gradients import Gradients
-from amp.training.group_contents import Groups
+from amp.training.gradients import Gradients, Groups
 from amp.training.misuse import Misuse
 from amp.training.parameter_check import ParameterCheck
 from amp.training.step import OptimizerStep, forget_inputs
@@ -170,11 +169,6 @@ class AttachedOptimizer:
         finally:
             self.misuse = misuse
 
-    @property
-    def parameters(self) -> tuple[Tensor, ...]:
-        """The parameters of the model that the optimizer trains."""
-        return (*self.gradients.groups.models, *self.gradients.groups.unmastered)
-
     def names_to_record(self, parameters: Sequence[Tensor]) -> list[str]:
         """Return the names of parameters in their models, for a record of bad gradients."""
         names = {id(parameter): name for (_, name), parameter in self.owner.named_parameters().items()}
@@ -225,7 +219,7 @@ class AttachedOptimizer:
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
         self.gradients.reconcile()
-        self.check.note_names(self.parameters)
+        self.check.note_names(self.gradients.groups.of_model)
 
     def remember_state(self) -> Callable[[], None]:
         """Return a function that restores the tensors that each parameter's state has now."""

@@ -25,8 +25,8 @@ from amp.kernels.interrupts import at_once
 from amp.observers import everywhere
 from amp.training import misuse
 from amp.training.gradients import Gradients, State
-from amp.training.group_contents import NewGradients
 from amp.training.scaler import LossScaler, ScaleSnapshot
+from amp.training.unscaling import NewGradients
 from amp.training.verdicts import Verdict
 
 _INSIDE_ANOTHER = (
@@ -91,7 +91,7 @@ class Block:
                 each.gradients.open_block = self
             yield loss.float() if loss.dtype in LOW_PRECISION else loss
             if watch is not None:
-                self.found = [each.gradients for each in attached if not each.gradients.are_none()]
+                self.found = [each.gradients for each in attached if each.gradients.groups.have_grads()]
                 watch.block_is_left(is_complete=True)
             self.is_over = True
         finally:
@@ -196,11 +196,11 @@ class Block:
         collected = []
         for gradients in together:
             new = gradients.collect(self.scale, claimed, are_final)
-            if new.grads or new.own_grads:
+            if new.of_masters.grads or new.own.grads:
                 self.found.append(gradients)
             collected.append(new)
             if len(together) > 1:
-                claimed.update(map(id, new.of_masters.models), map(id, new.unmastered))
+                claimed.update(map(id, new.of_masters.parameters), map(id, new.own.parameters))
         return collected
 
     @disable_casts()
@@ -229,7 +229,7 @@ class Block:
         update: bool,
     ) -> None:
         scaler = self.scaler
-        checked = [each for each in together if scaler.checks(each.skips_on_device)]
+        checked = [each for each in together if scaler.checks(each.capabilities.skips_on_device)]
         found_inf = scaler.found_inf if checked else None
         for gradients, new in zip(together, collected, strict=True):
             gradients.unscale(new, self.scale, found_inf if gradients in checked else None)

@@ -7,11 +7,9 @@ unscaled when an operation first needs its values.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,53 +20,23 @@ from amp.casting.regions import ThreadState
 from amp.distributed import is_sharded, shard_like
 from amp.errors import AmpTypeError
 from amp.kernels.interrupts import outside_inference_mode, without_grad
-from amp.kernels.tensor_lists import TensorList, are_same, local
+from amp.kernels.tensor_lists import Kind, TensorList, are_same, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
 from amp.masters.grads import grads_of, store_grads
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
-from amp.training.group_contents import NewGradients
+from amp.training.unscaling import NewGradients
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
     from amp.kernels.launch_plans import BadSteps
 
+_NONE = TensorList([])
 _INTERNALS: Any = torch._C  # whose private functions have no types
 
 
-class Unscaling:
-    """Scaled gradients, and the unscaled ones from the first use on.
-
-    Args:
-        grads: the gradients, dense.
-        inv_scale: float32 `[1]`, what to multiply them by; None is 1.
-    """
-
-    def __init__(self, grads: TensorList, inv_scale: Tensor | None) -> None:
-        self._grads, self._inv_scale = grads, inv_scale
-
-    @functools.cached_property
-    def values(self) -> Sequence[Tensor]:
-        """The unscaled gradients in memory of their own, float32. No host sync.
-
-        From the first use on they are the gradients, and may be changed in place.
-        """
-        return ThreadState().around(self._unscaled)
-
-    @without_grad
-    def _unscaled(self) -> Sequence[Tensor]:
-        with outside_inference_mode():
-            return unscaling.unscaled(self._grads.now(), self._inv_scale)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether something has used the unscaled gradients."""
-        return "values" in vars(self)
-
-
-@dataclass(frozen=True, eq=False)
-class Deferred:
+class Deferred(NamedTuple):
     """The gradients of masters, kept for the step.
 
     Attributes:
@@ -85,40 +53,40 @@ class Deferred:
 
     def now(self) -> Deferred:
         """Return the same with the current address of each tensor."""
-        return replace(self, of=self.of.now(), grads=self.grads.now())
+        return self._replace(of=self.of.now(), grads=self.grads.now())
 
-    def checked(
-        self, found_inf: Tensor | None, max_norm: float | None, bad_steps: BadSteps | None
-    ) -> Deferred:
-        """Check the gradients, and find their norms if they are to be clipped. No host sync."""
-        if found_inf is None:
-            return self
-        inv_scale = torch.ones_like(found_inf) if self.inv_scale is None else self.inv_scale
-        if max_norm is None:
-            kernels.unscale.check(self.grads, inv_scale, found_inf, bad_steps=bad_steps)
-            return self
-        clipped = {"found_inf": found_inf, "max_norm": max_norm, "bad_steps": bad_steps}
-        return replace(self, norms=kernels.l2norm.l2norm(self.grads, inv_scale, **clipped))
 
-    def plus(self, later: Deferred, found_inf: Tensor | None, bad_steps: BadSteps | None) -> Deferred:
-        """Check the gradients of a later block, and return the sums with them. No host sync."""
-        earlier = self.grads.now(), self.inv_scale
-        grads = unscaling.sums(later.grads, later.inv_scale, *earlier, found_inf, bad_steps)
-        return Deferred(later.of, grads)
+class Unscaling:
+    """Scaled gradients, and the unscaled ones from the first use on.
+
+    Attributes:
+        is_done: whether something has used the unscaled gradients, and maybe changed them.
+    """
+
+    def __init__(self) -> None:
+        self.begin(_NONE)
+
+    def begin(self, grads: TensorList, inv_scale: Tensor | None = None) -> None:
+        """Go on with other gradients: dense ones, to be multiplied by float32 `[1]`; None is 1."""
+        self._grads, self._inv_scale = grads, inv_scale
+        self._values: Sequence[Tensor] = ()
+        self.is_done = False
 
     @property
-    def newest(self) -> Sequence[Tensor]:
-        """The unscaled gradients, if other code has used and maybe changed them; else `grads`."""
-        return self.unscaling.values if self.unscaling.is_done else self.grads
+    def values(self) -> Sequence[Tensor]:
+        """The unscaled gradients in memory of their own, float32. No host sync.
 
-    def in_own_memory(self) -> Deferred:
-        """Return the same gradients in memory of their own. No host sync."""
-        return replace(self, grads=TensorList([grad.clone() for grad in self.grads]))
+        From the first use on they are the gradients, and may be changed in place.
+        """
+        if self._grads and not self.is_done:
+            ThreadState().around(self._unscale)
+        return self._values
 
-    @functools.cached_property
-    def unscaling(self) -> Unscaling:
-        """The unscaled gradients, which are made when something uses them."""
-        return Unscaling(self.grads, self.inv_scale)
+    @without_grad
+    def _unscale(self) -> None:
+        with outside_inference_mode():
+            self._values = unscaling.unscaled(self._grads.now(), self._inv_scale)
+        self.is_done = True
 
 
 class DeferredGradient(Tensor):
@@ -129,13 +97,13 @@ class DeferredGradient(Tensor):
 
     Args:
         like: a tensor with its shape, strides and device.
-        of: one object for all gradients of an optimizer, whose `unscaling` has their values.
+        of: one object for all gradients of an optimizer, which has their values.
         index: which of them it is.
     """
 
     __torch_function__ = _INTERNALS._disabled_torch_function_impl  # operations come to the one below
 
-    def __new__(cls, like: Tensor, of: _Shown, index: int) -> DeferredGradient:
+    def __new__(cls, like: Tensor, of: Unscaling, index: int) -> DeferredGradient:
         """Make a tensor without memory."""
         made: Any = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=torch.float32, device=like.device
@@ -143,14 +111,14 @@ class DeferredGradient(Tensor):
         _INTERNALS._set_throw_on_mutable_data_ptr(made)  # for code in C++ that asks for its memory
         return made  # type: ignore[no-any-return]
 
-    def __init__(self, like: Tensor, of: _Shown, index: int) -> None:
+    def __init__(self, like: Tensor, of: Unscaling, index: int) -> None:
         self._of, self._index = of, index
 
     @property
     def unscaled(self) -> Tensor:
         """The unscaled gradient, an ordinary tensor; empty once it was dropped. No host sync."""
-        unscaling = self._of.unscaling  # a memory profiler finds dropped ones among all objects
-        return torch.empty(0) if unscaling is None else unscaling.values[self._index]
+        values = self._of.values  # a memory profiler finds dropped ones among all objects
+        return values[self._index] if values else torch.empty(0)
 
     @classmethod
     @_disable_dynamo  # which would trace what code that it has compiled calls
@@ -186,67 +154,6 @@ for _name in (  # those that are no operations
     setattr(DeferredGradient, _name, _of_values(_name))
 
 
-class _Shown:
-    """What the deferred gradients of an optimizer have in common."""
-
-    def __init__(self, unscaling: Unscaling | None) -> None:
-        self.unscaling = unscaling
-
-
-class ShownGradients:
-    """The tensors that stand in `.grad` for deferred gradients.
-
-    They are used again by the next block, because making them would take as long as a step, unless
-    other code has kept one, which must then stay the gradient that it is.
-
-    Args:
-        deferred: the gradients.
-
-    Attributes:
-        deferred: the gradients that are shown.
-        grads: for each a `DeferredGradient`, or a DTensor of one.
-    """
-
-    def __init__(self, deferred: Deferred) -> None:
-        self.deferred, self._shown = deferred, _Shown(deferred.unscaling)
-        pairs = enumerate(zip(deferred.grads, deferred.of.masters, strict=True))
-        self.grads = [
-            _sharded(DeferredGradient(grad, self._shown, i), master) for i, (grad, master) in pairs
-        ]
-        self._references = self._count_references()
-        self._is_free = False
-
-    def of(self, deferred: Deferred) -> ShownGradients:
-        """Return what shows these gradients: this object, if it may be used again."""
-        old, new = self.deferred.grads.kind, deferred.grads.kind
-        is_alike = self.deferred.of is deferred.of and (old.sizes, old.orders) == (
-            new.sizes,
-            new.orders,
-        )
-        if not is_alike or not (self._is_free or self._count_references() == self._references):
-            return ShownGradients(deferred)
-        self._is_free = False
-        self.deferred, self._shown.unscaling = deferred, deferred.unscaling
-        return self
-
-    def release(self) -> bool:
-        """Free the gradients, unless other code has kept one; return whether they are freed."""
-        self._is_free = self._count_references() == self._references
-        if self._is_free:
-            self.deferred = replace(self.deferred, grads=self.deferred.grads.with_tensors(()))
-            self._shown.unscaling = None
-        return self._is_free
-
-    def _count_references(self) -> list[list[int]]:
-        inner = self.grads if self.deferred.of.are_plain else list(map(local, self.grads))
-        count: Any = Tensor._use_count  # type: ignore[attr-defined]  # references in C++
-        return [
-            list(map(each, tensors))
-            for tensors in (self.grads, inner)
-            for each in (sys.getrefcount, count)
-        ]
-
-
 def _sharded(grad: DeferredGradient, master: Tensor) -> Tensor:
     """Return a deferred gradient as a DTensor, if the master is one."""
     if not is_sharded(master):
@@ -257,7 +164,10 @@ def _sharded(grad: DeferredGradient, master: Tensor) -> Tensor:
 
 
 class Deferral:
-    """The deferred gradients of one optimizer.
+    """The deferred gradients of one optimizer, and the tensors that stand for them in `.grad`.
+
+    The tensors are used again by the next block, because making them would take as long as a step,
+    unless other code has kept one, which must then stay the gradient that it is.
 
     Args:
         optimizer: which steps from them.
@@ -270,19 +180,27 @@ class Deferral:
 
     def __init__(self, optimizer: Any, is_possible: bool) -> None:
         self._optimizer, self.is_possible = optimizer, is_possible
-        self._shown: ShownGradients | None = None
         self.deferred: Deferred | None = None
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._unscaling, self._shown = Unscaling(), list[Tensor]()
+        """For each gradient a `DeferredGradient`, or a DTensor of one."""
+        self._shown_for: tuple[Pairs, Kind] | None = None
+        """The pairs and the kind of gradients that they were made for."""
+        self._references = self._count_references()
+        self._is_free = True
 
     def takes(self, new: NewGradients, pairs: Pairs) -> bool:
         """Whether the gradients of a block may stay as they are until the step, if that is possible."""
-        if not new.are_dense or new.have_graphs:
+        if not new.of_masters.are_dense or new.have_graphs:
             return False
         if any([len(pair.users) > 1 for pair in pairs.pairs]):  # noqa: C419 (is faster)
             return False
         if self.deferred is None:
             return not pairs.have_grads()
-        is_sum = not new.grads or self.deferred.of is new.of_masters
-        return is_sum and not self.deferred.unscaling.is_done
+        is_sum = not new.of_masters.grads or self.deferred.of is new.pairs
+        return is_sum and not self._unscaling.is_done
 
     def defer(
         self,
@@ -291,56 +209,97 @@ class Deferral:
         found_inf: Tensor | None,
         bad_steps: BadSteps | None,
     ) -> None:
-        """Check the gradients of a block, add those of earlier ones, and keep all for the step."""
-        if not new.grads:
+        """Check the gradients of a block, add those of earlier ones, and keep all for the step.
+
+        If they are to be clipped, the check finds their norms. No host sync.
+        """
+        of, grads, norms = new.pairs, new.of_masters.grads, None
+        if not grads:
             return
-        deferred = Deferred(new.of_masters, new.grads, inv_scale)
         if self.deferred is not None:
-            deferred = self.deferred.plus(deferred, found_inf, bad_steps)
-            store_grads(deferred.of.masters)  # what is shown may be used again if nothing refers to it
-            for pair in deferred.of.pairs:
+            earlier = self.deferred.grads.now(), self.deferred.inv_scale
+            grads = unscaling.sums(grads, inv_scale, *earlier, found_inf, bad_steps)
+            inv_scale = None
+            store_grads(of.masters)  # what is shown may be used again if nothing refers to it
+            for pair in of.pairs:
                 pair.grad = None
         else:
             # Norms of shards are those of one rank; the step combines all ranks.
-            is_whole = deferred.of.are_plain
-            max_norm = getattr(self._optimizer, "max_grad_norm", None) if is_whole else None
-            deferred = deferred.checked(found_inf, max_norm, bad_steps)
+            max_norm = getattr(self._optimizer, "max_grad_norm", None) if of.are_plain else None
+            if found_inf is not None:
+                factor = torch.ones_like(found_inf) if inv_scale is None else inv_scale
+                found: Any = {"found_inf": found_inf, "bad_steps": bad_steps}
+                if max_norm is None:
+                    kernels.unscale.check(grads, factor, **found)
+                else:
+                    norms = kernels.l2norm.l2norm(grads, factor, max_norm=max_norm, **found)
             # DDP's gradients are views of a buffer, which any backward through it overwrites.
-            if any(map(Tensor._is_view, deferred.grads)):
-                deferred = deferred.in_own_memory()
+            if any(map(Tensor._is_view, grads)):
+                grads = TensorList([grad.clone() for grad in grads])
         if not HAS_GRAD_DTYPE:
-            store_grads(deferred.of.models)
-        self._shown = ShownGradients(deferred) if self._shown is None else self._shown.of(deferred)
-        store_grads(deferred.of.masters, self._shown.grads)
+            store_grads(of.models)
+        self._show(Deferred(of, grads, inv_scale, norms))
+
+    def _show(self, deferred: Deferred) -> None:
+        """Let tensors stand for gradients in the `.grad` of their masters."""
+        of, grads = deferred.of, deferred.grads
+        before, kind = self._shown_for, grads.kind
+        is_alike = (
+            before is not None
+            and before[0] is of
+            and (before[1].sizes, before[1].orders) == (kind.sizes, kind.orders)
+        )
+        if not is_alike or not (self._is_free or self._count_references() == self._references):
+            self._begin_anew()
+            self._shown_for = of, kind
+            self._shown = [
+                _sharded(DeferredGradient(grad, self._unscaling, i), master)
+                for i, (grad, master) in enumerate(zip(grads, of.masters, strict=True))
+            ]
+            self._references = self._count_references()
+        self._is_free = False
+        self._unscaling.begin(grads, deferred.inv_scale)
+        store_grads(of.masters, self._shown)
         self.deferred = deferred
+
+    def _count_references(self) -> list[list[int]]:
+        is_sharded = self._shown_for is not None and not self._shown_for[0].are_plain
+        inner = list(map(local, self._shown)) if is_sharded else self._shown
+        count: Any = Tensor._use_count  # type: ignore[attr-defined]  # references in C++
+        return [
+            list(map(each, tensors))
+            for tensors in (self._shown, inner)
+            for each in (sys.getrefcount, count)
+        ]
+
+    @property
+    def newest(self) -> Sequence[Tensor]:
+        """The gradients that are kept, unscaled ones if other code may have changed these."""
+        kept = () if self.deferred is None else self.deferred.grads
+        return self._unscaling.values if self._unscaling.is_done else kept
 
     def is_complete(self, pairs: Pairs) -> bool:
         """Whether no other code has given any of these pairs another gradient, or none."""
-        if self.deferred is None or self._shown is None:
+        if self.deferred is None:
             return False
         known = [pair.grad for pair in self.deferred.of.pairs]
         count = sum([pair.grad is not None for pair in pairs.pairs])
-        return count == len(known) and are_same(known, self._shown.grads)
+        return count == len(known) and are_same(known, self._shown)
 
     def unscale(self, pairs: Pairs) -> None:
         """Put unscaled gradients in the place of deferred ones. No host sync."""
-        if self.deferred is None or self._shown is None:
+        if self.deferred is None:
             return
-        shown, of = self._shown.grads, self.deferred.of
-        place_of = {id(grad): i for i, grad in enumerate(shown)}
-        there = grads_of((*pairs.masters, *pairs.models))
-        if any(id(grad) in place_of for grad in there):
-            unscaled = list(map(shard_like, self.deferred.unscaling.values, of.masters))
-            for tensor, grad in zip((*pairs.masters, *pairs.models), there, strict=True):
-                if (i := place_of.get(id(grad))) is not None:
-                    tensor.grad = unscaled[i]
-            for pair in pairs.pairs:
-                if (i := place_of.get(id(pair.grad))) is not None:
-                    pair.grad = unscaled[i]
-            self.deferred = None
-        else:
-            del shown, of
+        both, shown = (*pairs.masters, *pairs.models), set(map(id, self._shown))
+        if shown.isdisjoint(map(id, grads_of(both))):
             self.forget()
+            return
+        values = map(shard_like, self._unscaling.values, self.deferred.of.masters)
+        unscaled = dict(zip(map(id, self._shown), values, strict=True))
+        for holder in (*both, *pairs.pairs):
+            if (grad := unscaled.get(id(holder.grad))) is not None:
+                holder.grad = grad
+        self.deferred = None
 
     def for_step(self, pairs: Pairs) -> Deferred:
         """Return the gradients for an optimizer that unscales them itself.
@@ -348,24 +307,25 @@ class Deferral:
         Raises:
             AmpTypeError: a gradient is sparse.
         """
-        if self.deferred is not None:
-            if not self.deferred.unscaling.is_done:
-                return self.deferred
-            self.unscale(pairs)
-        grads = grads_of(pairs.masters)
-        of = pairs.only([grad is not None for grad in grads])
-        there = [local(grad) for grad in grads if grad is not None]
-        for master, grad in zip(of.masters, there, strict=True):
+        if self.deferred is not None and not self._unscaling.is_done:
+            return self.deferred
+        self.unscale(pairs)
+        of = pairs.only([grad is not None for grad in grads_of(pairs.masters)])
+        grads = [local(master.grad) for master in of.masters]
+        for master, grad in zip(of.masters, grads, strict=True):
             if grad.layout is not torch.strided:
                 raise AmpTypeError(
                     f"the gradient of a parameter of shape {tuple(master.shape)} is sparse "
                     f"({grad.layout}); {type(self._optimizer).__name__} takes dense ones. Leave out "
                     "sparse=True, or give the parameter to another optimizer"
                 )
-        return Deferred(of, TensorList(there))
+        return Deferred(of, TensorList(grads))
 
     def forget(self, for_ever: bool = False) -> None:
         """Forget the gradients, and free those that nothing refers to."""
         self.deferred = None
-        if self._shown is not None and (not self._shown.release() or for_ever):
-            self._shown = None
+        self._is_free = self._count_references() == self._references
+        if self._is_free:
+            self._unscaling.begin(_NONE)
+        if for_ever or not self._is_free:
+            self._begin_anew()

@@ -48,37 +48,120 @@ import enum
 import functools
 import operator
 import sys
-from collections.abc import Collection, Iterator, Sequence
-from itertools import repeat
-from operator import is_not
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, repeat
+from operator import is_, is_not
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from amp.distributed import place_gradients
+from amp.distributed import groups_of_meshes, place_gradients
 from amp.errors import AmpRuntimeError
 from amp.kernels import host_lists
 from amp.kernels.interrupts import Change
-from amp.kernels.tensor_lists import local
+from amp.kernels.tensor_lists import TensorList, are_plain, local
 from amp.lazy import kernels
+from amp.masters.agreement import Pairs, cast_text
 from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.masters.master_weights import MasterWeights
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
-from amp.training.deferral import Deferral, Deferred
-from amp.training.group_contents import Groups, Logs, NewGradients, without_complex
+from amp.training.deferral import Deferral
 from amp.training.hidden_gradients import begin_compiling, register_with_dynamo
 from amp.training.parameter_check import ParameterCheck
 from amp.training.scaler import ScaleSnapshot
 from amp.training.synchronization import Synchronization
+from amp.training.unscaling import NewGradients
 from amp.training.verdicts import Capabilities, Verdict, Verdicts
 
 if TYPE_CHECKING:
     from amp.training.blocks import Block
 
-
+_dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
+
+
+class Groups:
+    """The parameters of an optimizer's groups at one time, each once, in their order.
+
+    Args:
+        in_groups: a list for each group.
+        masters: the session's.
+        called: returns how to call a parameter in a message.
+
+    Attributes:
+        stepped: all of them: masters, and parameters without a master.
+        pairs: the pairs of the masters.
+        masters, models: the two sides of the pairs.
+        unmastered: the parameters without a master.
+        of_model: the parameters of the model, with a master and without.
+        unmastered_list: the same as a `TensorList`, of local shards.
+        are_plain: whether none is a DTensor, or of another class with its values elsewhere.
+        process_groups: the process groups whose ranks hold parts or copies of any of `stepped`.
+    """
+
+    def __init__(
+        self,
+        in_groups: Sequence[Sequence[Tensor]],
+        masters: MasterWeights,
+        called: Callable[[Tensor], str],
+    ) -> None:
+        self._in_groups = list(map(list, in_groups))
+        self._called = called
+        self.stepped = list(dict.fromkeys(chain.from_iterable(in_groups)))
+        found = [masters.pair(each) for each in self.stepped]
+        both = list(zip(self.stepped, found, strict=True))
+        held = [pair for each, pair in both if pair is not None and pair.master is each]
+        self.pairs = Pairs(held, called)
+        self.masters, self.models = self.pairs.masters, self.pairs.models
+        self.unmastered = [each for each, pair in both if pair is None or pair.master is not each]
+        self.of_model = [*self.models, *self.unmastered]
+        self._replaced = any(pair is not None and pair.parameter is each for each, pair in both)
+        self._dtypes = list(map(_dtype, self.unmastered))
+        self.process_groups = groups_of_meshes(self.stepped)
+        self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
+        of_rank = self.unmastered if self.are_plain else list(map(local, self.unmastered))
+        self.unmastered_list = TensorList(of_rank)
+
+    @functools.cached_property
+    def ids(self) -> frozenset[int]:
+        """The ids of all parameters, masters and the model's."""
+        return frozenset(map(id, (*self.stepped, *self.models)))
+
+    def have_grads(self) -> bool:
+        """Whether there is a gradient for a step."""
+        return any(map(is_not, map(_grad, self.stepped), repeat(None)))
+
+    def are_current(self, optimizer: Any) -> bool:
+        """Whether the groups of the optimizer still hold these, uncast."""
+        now, known = [group["params"] for group in optimizer.param_groups], self._in_groups
+        return (
+            list(map(len, now)) == list(map(len, known))
+            and all(map(is_, chain.from_iterable(now), chain.from_iterable(known)))
+            and list(map(_dtype, self.unmastered)) == self._dtypes
+        )
+
+    def now(self, optimizer: Any, masters: MasterWeights) -> Groups:
+        """Return what the groups hold now: this object, if they hold the same.
+
+        Raises:
+            AmpRuntimeError: a parameter has taken the place of its master, or was cast after
+                `initialize`.
+        """
+        if self.are_current(optimizer):
+            return self
+        for parameter, dtype in zip(self.unmastered, self._dtypes, strict=True):
+            if parameter.dtype is not dtype:
+                raise AmpRuntimeError(cast_text(self._called(parameter), parameter, dtype))
+        groups = Groups([group["params"] for group in optimizer.param_groups], masters, self._called)
+        if groups._replaced:
+            raise AmpRuntimeError(
+                f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters of the "
+                "model, which have FP32 masters: they were assigned after amp.initialize. Assign what "
+                "was there, or amp.master_params(optimizer); add others by add_param_group"
+            )
+        return groups
 
 
 class State(enum.Enum):
@@ -94,6 +177,7 @@ class Gradients:
     """The gradients of one optimizer.
 
     Attributes:
+        capabilities: what the optimizer declares.
         groups: what the optimizer's groups held at the last look.
         deferral: the gradients of masters that wait for the step.
         verdicts: what the checks found since the last step.
@@ -115,7 +199,7 @@ class Gradients:
         synchronization: Synchronization,
     ) -> None:
         self._optimizer, self._masters, self._check = optimizer, masters, check
-        self._capabilities, self._synchronization = capabilities, synchronization
+        self.capabilities, self._synchronization = capabilities, synchronization
         self.groups = Groups((), masters, check.called)
         self.deferral = Deferral(optimizer, capabilities.takes_scaled)
         self.verdicts = Verdicts()
@@ -255,7 +339,7 @@ class Gradients:
             if self.verdicts.of_cleared:
                 self.verdicts.look_for_assigned(grads_of(groups.unmastered))
         is_checked = self.verdicts.of_gradients and not self._aside
-        if is_checked and not have_grads((*groups.stepped, *groups.models)):
+        if is_checked and not (groups.have_grads() or have_grads(groups.models)):
             self.verdicts.clear()  # other code has cleared the gradients that they are about
 
     def enter(self, block: Block) -> None:
@@ -299,17 +383,12 @@ class Gradients:
     def are_reduced(self) -> bool:
         """Whether the last backward has reduced all gradients over the ranks."""
         is_alone = not self._synchronization.wrappers
-        return is_alone or self._synchronization.are_reduced(self._of_model)
+        return is_alone or self._synchronization.are_reduced(self.groups.of_model)
 
     def drop_unreduced(self) -> None:
         """Drop gradients that a wrapper keeps for a later backward to reduce."""
         if self._synchronization.wrappers:
-            self._synchronization.drop_unreduced(self._of_model)
-
-    @property
-    def _of_model(self) -> tuple[Tensor, ...]:
-        """The parameters of the model that the optimizer trains."""
-        return (*self.groups.models, *self.groups.unmastered)
+            self._synchronization.drop_unreduced(self.groups.of_model)
 
     def delay(self, block: Block) -> Change:
         """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
@@ -333,7 +412,7 @@ class Gradients:
         if not groups.are_current(self._optimizer):
             groups = self.regroup()
         if are_final and not groups.are_plain:
-            place_gradients(self._of_model)
+            place_gradients(self.groups.of_model)
         new = NewGradients.of(groups, claimed)
         if self.deferral.is_possible:
             new = new._replace(will_be_deferred=self.deferral.takes(new, groups.pairs))
@@ -352,27 +431,34 @@ class Gradients:
             found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
         """
         scaler, is_one = scale.scaler, scale.scaler.config.is_identity
-        is_logged = found_inf is not None and not scaler.is_on_host and self.skips_on_device()
-        logs = new.logs(scaler, self.groups, self._check.short_names) if is_logged else Logs()
+        of_masters = of_own = None
+        if found_inf is not None and not scaler.is_on_host and self.capabilities.skips_on_device():
+            names = self._check.short_names
+            if new.of_masters.grads:
+                of_masters = scaler.bad_steps_of(new.of_masters.parameters, names)
+            if new.own.grads and new.own.parameters is self.groups.unmastered:
+                of_own = scaler.bad_steps_of(new.own.parameters, names)
         if is_one and found_inf is not None:
-            new.check_finite(scale.inv_scale, found_inf, logs)
+            new.own.check(scale.inv_scale, found_inf, of_own)
+            if not new.will_be_deferred:
+                new.of_masters.check(scale.inv_scale, found_inf, of_masters)
         if found_inf is not None and self.verdicts.stepped and self.verdicts.may_be_of_left:
             self.left = self._check_left(found_inf)
         if new.will_be_deferred:
-            inv_scale = None if is_one else scale.inv_scale
-            self.deferral.defer(new, inv_scale, found_inf, logs.of_masters)
+            self.deferral.defer(new, None if is_one else scale.inv_scale, found_inf, of_masters)
         elif self.deferral.deferred is not None:
             self.deferral.unscale(self.groups.pairs)
-        if is_one and not new.will_be_deferred and new.grads:
-            unscaling.add_to_masters(new.of_masters)
-        if is_one and self._aside:
-            self._add_aside()
-        elif not is_one:
+        if not is_one:
             totals = dict(self._aside)
-            new.unscale(totals, scale.inv_scale, found_inf, logs)
-            for parameter in totals.keys() - set(new.unmastered):
+            new.unscale(totals, scale.inv_scale, found_inf, of_masters, of_own)
+            for parameter in totals.keys() - set(new.own.parameters):
                 unscaling.add_grad(parameter, totals[parameter])
             self._aside = []
+            return
+        if new.of_masters.grads and not new.will_be_deferred:
+            unscaling.add_to_masters(new.pairs)
+        if self._aside:
+            self._add_aside()
 
     def _check_left(self, found_inf: Tensor) -> Tensor:
         """Check the gradients of earlier blocks, which a skipped step has left. No host sync.
@@ -381,10 +467,10 @@ class Gradients:
         """
         one, is_bad = torch.ones_like(found_inf), torch.zeros_like(found_inf)
         deferred = self.deferral.deferred
-        of_masters = grads_of(self.groups.masters) if deferred is None else deferred.newest
+        of_masters = grads_of(self.groups.masters) if deferred is None else self.deferral.newest
         left = [grad for grad in (*of_masters, *dict(self._aside).values()) if grad is not None]
         if left:
-            kernels.unscale.check(without_complex(list(map(local, left))), one, is_bad)
+            kernels.unscale.check(unscaling.without_complex(list(map(local, left))), one, is_bad)
         return is_bad
 
     def _add_aside(self) -> None:
@@ -412,10 +498,6 @@ class Gradients:
         self.left = self.open_block = self.delayed = None
 
     # The step.
-
-    def skips_on_device(self) -> bool:
-        """Whether the optimizer skips its next step after an overflow by itself."""
-        return self._capabilities.skips_on_device()
 
     def finish_delayed(self) -> None:
         """Unscale delayed gradients, as leaving their block without `delay_unscale` does."""
@@ -455,18 +537,6 @@ class Gradients:
             pairs.follow_grads()
         pairs.follow_requires_grad()
         self.deferral.unscale(pairs)
-
-    def unscale_deferred(self) -> None:
-        """Put unscaled gradients in the place of deferred ones. No host sync."""
-        self.deferral.unscale(self.groups.pairs)
-
-    def for_step(self) -> Deferred:
-        """Return the gradients of masters for an optimizer that unscales them itself."""
-        return self.deferral.for_step(self.groups.pairs)
-
-    def are_none(self) -> bool:
-        """Whether there is no gradient for a step."""
-        return not any(map(is_not, map(_grad, self.groups.stepped), repeat(None)))
 
     def of_model(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the model's parameters that have a gradient for the step, with it, scaled or not."""

@@ -73,7 +73,7 @@ class Misuse:
 
     def step_begins(self) -> tuple[Tensor, int, Tensor] | None:
         """Look at a step that is about to be taken; return what `step_has_ended` compares."""
-        compares = self._unchanged is not None and not self.attached.gradients.are_none()
+        compares = self._unchanged is not None and self.attached.gradients.groups.have_grads()
         if compares and not self.has_stepped:
             self.has_stepped = True
             self._warn_if_unscaled()
@@ -84,7 +84,7 @@ class Misuse:
 
     def closure_has_ended(self) -> None:
         """Look at a step with a closure that was taken."""
-        if not (self.has_stepped or self.attached.gradients.are_none()):
+        if not self.has_stepped and self.attached.gradients.groups.have_grads():
             self.has_stepped, self._unchanged = True, None
             self._warn_if_unscaled()
 
@@ -243,7 +243,7 @@ class BlockWatch:
                 "scaled_loss.backward() in `with amp.scale_loss(loss, optimizer) as scaled_loss:`, not "
                 "loss.backward()"
             )
-        of_block = {p for each in self._attached for p in each.parameters}
+        of_block = {p for each in self._attached for p in each.gradients.groups.of_model}
         for each, before in self._others:
             if each.owner is self._session or (each.misuse and not each.misuse.was_in_block):
                 _note_scaled(each, before, of_block)
@@ -285,8 +285,7 @@ class _Note:
 
 def _grads_and_versions(gradients: Gradients) -> list[tuple[Tensor | None, int]]:
     """Return the gradients of the model's parameters, and how often each was changed."""
-    groups = gradients.groups
-    grads = grads_of((*groups.models, *groups.unmastered))
+    grads = grads_of(gradients.groups.of_model)
     return [(grad, 0 if grad is None else grad._version) for grad in grads]
 
 
@@ -294,12 +293,12 @@ def _note_scaled(
     attached: Any, before: Sequence[tuple[Tensor | None, int]], of_block: set[Tensor]
 ) -> None:
     """Note what the backward of a scaled loss of other optimizers has changed since `before`."""
-    now = _grads_and_versions(attached.gradients)
+    now, parameters = _grads_and_versions(attached.gradients), attached.gradients.groups.of_model
     if len(now) != len(before) or attached.gradients.state is State.DELAYED:
         return
     found = [
         parameter
-        for parameter, (grad, version), known in zip(attached.parameters, now, before, strict=True)
+        for parameter, (grad, version), known in zip(parameters, now, before, strict=True)
         if (grad is not known[0] or version != known[1]) and parameter not in of_block
     ]
     if attached.misuse is None and found:

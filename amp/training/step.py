@@ -13,12 +13,9 @@ optimizers that no session has, and that should have masters.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from itertools import repeat
-from operator import is_not
 from typing import Any
 
 import torch
@@ -40,13 +37,10 @@ from amp.masters.master_weights import MasterWeights
 from amp.masters.shared_state import SharedState
 from amp.observers import everywhere
 from amp.training.deferral import Deferred
-from amp.training.gradients import Gradients
-from amp.training.group_contents import Groups
+from amp.training.gradients import Gradients, Groups
 from amp.training.step_inputs import StepInputs
 from amp.training.verdicts import SKIP, Capabilities, Verdict, decide, note_step
 from amp.training.wrapped_optimizers import innermost
-
-_grad = operator.attrgetter("grad")
 
 _CLOSURE_TRIES = 300
 """Enough halvings to bring any loss scale to its floor."""
@@ -103,8 +97,7 @@ class OptimizerStep:
         if getattr(self._optimizer, "state_dtype", None) is not None:
             return False  # its random bits go by the names of parameters, which a session tells it
         groups: Groups = self._gradients.groups
-        have_grads = any(map(is_not, map(_grad, groups.stepped), repeat(None)))
-        return have_grads and groups.are_current(self._optimizer)
+        return groups.have_grads() and groups.are_current(self._optimizer)
 
     def _stepped(self, value: Any) -> Any:
         """Return the master in place of a parameter, which is given to a step in the backward."""
@@ -136,7 +129,7 @@ class OptimizerStep:
         misuse = attached.misuse
         if gradients.delayed is not None:
             gradients.finish_delayed()
-        if misuse is not None or gradients.are_none():
+        if misuse is not None or not gradients.groups.have_grads():
             attached.check.check_not_replaced()
         before = None if misuse is None else misuse.step_begins()
         self.verdicts = gradients.verdicts.of_gradients
@@ -171,7 +164,7 @@ class OptimizerStep:
         gradients, pairs = self._gradients, self._gradients.groups.pairs
 
         def look_up() -> Deferred:
-            deferred = gradients.for_step().now()
+            deferred = gradients.deferral.for_step(pairs).now()
             if deferred.of is not pairs:
                 pairs.without(deferred.of).merge()
             return deferred
@@ -309,7 +302,7 @@ class OptimizerStep:
                 gradients.finish_delayed()
                 gradients.reconcile()
                 gradients.groups.pairs.merge()
-                gradients.unscale_deferred()
+                gradients.deferral.unscale(gradients.groups.pairs)
                 verdicts = gradients.verdicts.take()
                 overflowed = any(verdict.overflowed for verdict in verdicts)
                 self._learn(verdicts)

@@ -1,4 +1,6 @@
-"""Where gradients change their values: 16 bits become FP32, scaled ones are unscaled, sums are made.
+"""Gradients that a block has made: find them, check them, unscale them, and add them to earlier ones.
+
+All that turns 16 bits into FP32 between backward and step is here:
 
 | from                     | to                         | when                    | function         |
 |--------------------------|----------------------------|-------------------------|------------------|
@@ -14,21 +16,165 @@ Masters become 16-bit weights, and take over what was written to these, in `amp.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp.distributed import shard_like
+from amp.dtypes import SCALABLE
+from amp.errors import AmpTypeError
 from amp.kernels.interrupts import at_once, without_grad
-from amp.kernels.tensor_lists import TensorList, are_plain
+from amp.kernels.tensor_lists import TensorList, are_plain, has_own_values, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
+from amp.training.parameter_check import ParameterCheck
 
 if TYPE_CHECKING:
     from amp.kernels.launch_plans import BadSteps
+    from amp.training.gradients import Groups
+
+_dtype = operator.attrgetter("dtype")
+_grad = operator.attrgetter("grad")
+_layout = operator.attrgetter("layout")
+_needs_graph = operator.attrgetter("requires_grad")
+_NONE = TensorList([])
+
+
+class Found(NamedTuple):
+    """Gradients that backward has left in some parameters of a model.
+
+    Attributes:
+        parameters: those that have one.
+        grads: their gradients; of a DTensor this rank's shard.
+        are_dense: whether these are dense, with values of their own, in dtypes that can be unscaled.
+    """
+
+    parameters: Sequence[Tensor]
+    grads: TensorList
+    are_dense: bool
+
+    def check(self, one: Tensor, found_inf: Tensor, bad_steps: BadSteps | None) -> None:
+        """Set `found_inf`, float32 `[1]`, if a gradient is inf or NaN, and log which. No host sync."""
+        if self.grads:
+            parts = self.grads if self.are_dense else without_complex(self.grads)
+            kernels.unscale.check(parts, one, found_inf, bad_steps=bad_steps)
+
+
+class NewGradients(NamedTuple):
+    """The gradients that backward has left in the parameters of an optimizer.
+
+    Attributes:
+        pairs: those whose parameter has a gradient.
+        of_masters: the gradients of these parameters.
+        own: those of parameters without a master.
+        have_graphs: whether backward has made any of them with `create_graph=True`.
+        will_be_deferred: whether `of_masters` stay as they are until the step.
+    """
+
+    pairs: Pairs
+    of_masters: Found
+    own: Found
+    have_graphs: bool
+    will_be_deferred: bool = False
+
+    @classmethod
+    def of(cls, groups: Groups, claimed: Collection[int]) -> NewGradients:
+        """Return the gradients that backward has made, and change nothing.
+
+        Args:
+            groups: what the optimizer's groups hold.
+            claimed: ids of parameters whose gradients another optimizer handles.
+        """
+        sides = []
+        for parameters in (groups.models, groups.unmastered):
+            grads: list[Any] = list(map(_grad, parameters))
+            there = [grad is not None for grad in grads]
+            if claimed:
+                both = zip(there, parameters, strict=True)
+                there = [has and id(parameter) not in claimed for has, parameter in both]
+            grads = list(compress(grads, there))
+            if not groups.are_plain:
+                grads = list(map(local, grads))
+            are_dense = (
+                all(map(has_own_values, set(map(type, grads))))
+                and SCALABLE.issuperset(map(_dtype, grads))
+                and {torch.strided}.issuperset(map(_layout, grads))
+            )
+            sides.append((there, grads, are_dense))
+        (there, of_masters, are_dense), (own_there, own, own_are_dense) = sides
+        pairs, unmastered = groups.pairs, groups.unmastered
+        if not all(there):
+            pairs = pairs.only(there)
+        if not all(own_there):
+            unmastered = list(compress(unmastered, own_there))
+        of_masters = TensorList(of_masters, like=pairs.model_list) if of_masters else _NONE
+        own = TensorList(own, like=groups.unmastered_list) if own else _NONE
+        have_graphs = groups.are_plain and any(map(_needs_graph, chain(of_masters, own)))
+        found = Found(pairs.models, of_masters, are_dense), Found(unmastered, own, own_are_dense)
+        return cls(pairs, *found, have_graphs)
+
+    def check(self, check: ParameterCheck) -> None:
+        """Raise if a gradient cannot be unscaled; `check` names parameters in messages.
+
+        Raises:
+            AmpTypeError: a gradient's dtype cannot be unscaled.
+            AmpRuntimeError: the model was moved.
+        """
+        if self.of_masters.grads and not self.will_be_deferred:  # else the step checks each of them
+            self.pairs.check_devices()
+        for parameters, grads, are_dense in (self.own, self.of_masters):
+            for parameter, grad in () if are_dense else zip(parameters, grads, strict=True):
+                if grad.dtype not in SCALABLE:
+                    raise AmpTypeError(
+                        f"the gradient of {check.called(parameter)} is {grad.dtype} and cannot be "
+                        "unscaled: loss scaling takes float16, bfloat16, float32 and float64. Freeze "
+                        "the parameter, leave it out of the optimizer, or use a loss_scale of 1."
+                    )
+
+    def unscale(
+        self,
+        totals: Mapping[Tensor, Tensor],
+        inv_scale: Tensor,
+        found_inf: Tensor | None,
+        of_masters: BadSteps | None,
+        of_own: BadSteps | None,
+    ) -> None:
+        """Unscale the gradients, and add them to those of earlier blocks. No host sync.
+
+        Gradients that will be deferred are left alone. Others of masters go to the masters' `.grad`.
+
+        Args:
+            totals: unscaled gradients of earlier blocks, of parameters without a master.
+            inv_scale: float32 `[1]`, what to multiply by.
+            found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
+            of_masters: where to log which gradients of masters are bad, unless some become sums and
+                others do not.
+            of_own: the same for others.
+        """
+        moves, own = [], self.own
+        if not self.will_be_deferred:
+            of = zip(self.pairs.masters, self.pairs.models, self.of_masters.grads, strict=True)
+            moves = [Move(master, model, grad, master.grad) for master, model, grad in of]
+        if own.are_dense and not totals and not self.have_graphs:
+            if own.grads:
+                kernels.unscale.unscale(own.grads, own.grads, inv_scale, found_inf, bad_steps=of_own)
+        else:
+            of_masters = None
+            moves += [Move(p, p, p.grad, totals.get(p)) for p in own.parameters]
+        if self.have_graphs:
+            _unscale_in_graph(moves, inv_scale, found_inf)
+        elif moves:
+            _unscale(moves, inv_scale, found_inf, of_masters)
+
+
+def without_complex(grads: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients, complex ones as views of their two parts."""
+    return [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
 
 
 class Move(NamedTuple):
@@ -47,46 +193,27 @@ class Move(NamedTuple):
     total: Tensor | None
 
 
-def unscale(
-    moves: Sequence[Move],
-    inv_scale: Tensor,
-    found_inf: Tensor | None,
-    bad_steps: BadSteps | None = None,
-    *,
-    have_graphs: bool = False,
+def _unscale(
+    moves: Sequence[Move], inv_scale: Tensor, found_inf: Tensor | None, bad_steps: BadSteps | None
 ) -> None:
-    """Unscale gradients, and add them to those of earlier blocks. No host sync.
-
-    Args:
-        moves: from where to where.
-        inv_scale: float32 `[1]`, what to multiply by.
-        found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
-        bad_steps: where to log which gradients are bad, with an entry for each move. It is not written
-            if some of the targets are sums and others are not.
-        have_graphs: whether backward has made them with `create_graph=True`.
-    """
-    if have_graphs:
-        _unscale_in_graph(moves, inv_scale, found_inf)
-        return
-    adding = [
-        move
-        for move in moves
-        if move.total is not None and not move.total.is_sparse and not move.source.is_sparse
+    """Unscale gradients by kernels; `bad_steps` has an entry for each."""
+    is_sum = [
+        move.total is not None and not (move.total.is_sparse or move.source.is_sparse) for move in moves
     ]
-    known = set(map(id, adding))
-    moving = [move for move in moves if id(move) not in known] if adding else moves
-    logged = {"bad_steps": None if adding and moving else bad_steps}
+    adding, moving = list(compress(moves, is_sum)), moves
     if adding:
-        totals = [move.total for move in adding if move.total is not None]
+        moving = list(compress(moves, map(operator.not_, is_sum)))
+        totals: list[Any] = [move.total for move in adding]
         sources = [move.source for move in adding]
-        kernels.axpby.axpby(inv_scale, sources, 1.0, totals, totals, found_inf, **logged)
+        bad_steps = None if moving else bad_steps
+        kernels.axpby.axpby(inv_scale, sources, 1.0, totals, totals, found_inf, bad_steps=bad_steps)
     new = [move.source for move in moving]
     targets = list(new)
     for i, move in enumerate(moving):
         if move.stepped is not move.parameter:  # a master
             dtype, is_sparse = torch.float32, new[i].is_sparse
             targets[i] = new[i].to(dtype) if is_sparse else torch.empty_like(new[i], dtype=dtype)
-    kernels.unscale.unscale(new, targets, inv_scale, found_inf, **logged)
+    kernels.unscale.unscale(new, targets, inv_scale, found_inf, bad_steps=bad_steps)
     if not are_plain([move.stepped for move in moving]):
         for i, move in enumerate(moving):
             if move.stepped is not move.parameter:
@@ -159,7 +286,7 @@ def add_grad(parameter: Tensor, grad: Tensor) -> None:
 
 @without_grad
 def add_to_masters(pairs: Pairs) -> None:
-    """Add the unscaled gradients of 16-bit parameters to those of masters. No host sync.
+    """Add the gradients of 16-bit parameters, which are unscaled, to those of masters. No host sync.
 
     An interrupt finds each in exactly one place.
     """
@@ -167,25 +294,19 @@ def add_to_masters(pairs: Pairs) -> None:
     changes: list[Callable[[], object]] = []
     for master, model in zip(pairs.masters, pairs.models, strict=True):
         new: Any = model.grad
-        if new.requires_grad:
-            with torch.enable_grad():
-                grad = new.to(torch.float32)
-        else:
+        with torch.set_grad_enabled(new.requires_grad):
             grad = new.to(torch.float32)
         is_first = master.grad is None
-        changes.append(
-            functools.partial(setattr, master, "grad", grad) if is_first else _adding(master, grad)
-        )
-        changes.append(functools.partial(setattr, model, "grad", None))
+        change = partial(setattr, master, "grad", grad) if is_first else _adding(master, grad)
+        changes += [change, partial(setattr, model, "grad", None)]
     at_once(*changes)
 
 
 def _adding(parameter: Tensor, grad: Tensor) -> Callable[[], object]:
     """Return a function that adds a gradient to a parameter's `.grad`, by one call into C++."""
     total = parameter.grad
-    if total is None:
-        return functools.partial(setattr, parameter, "grad", grad)
-    if total.is_sparse or grad.is_sparse:
-        together = grad + total if total.is_sparse else total + grad
-        return functools.partial(setattr, parameter, "grad", together)
-    return functools.partial(torch._foreach_add_, [total], [grad])
+    if total is not None and not (total.is_sparse or grad.is_sparse):
+        return partial(torch._foreach_add_, [total], [grad])
+    if total is not None:
+        grad = grad + total if total.is_sparse else total + grad
+    return partial(setattr, parameter, "grad", grad)

@@ -287,7 +287,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
         if log.steps not in kept:
             return
-        deferred = log.attached.gradients.for_step()
+        deferred = log.attached.gradients.deferral.for_step(log.attached.gradients.groups.pairs)
         values = unscaled(deferred.grads.now(), deferred.inv_scale) if deferred.grads else ()
         grads = {id(model): grad for model, grad in zip(deferred.of.models, values, strict=True)}
         grads |= {id(p): p.grad for p in log.attached.gradients.groups.unmastered if p.grad is not None}
@@ -395,7 +395,7 @@ def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
     Gradients of masters may be scaled still.
     """
-    deferred = attached.gradients.for_step()
+    deferred = attached.gradients.deferral.for_step(attached.gradients.groups.pairs)
     yield from zip(deferred.of.masters, deferred.grads, strict=True)
     for parameter in attached.gradients.groups.unmastered:
         if parameter.grad is not None:
