@@ -19,6 +19,7 @@ from torch import Tensor
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError
+from amp.kernels.interrupts import at_once
 from amp.masters.grads import store_grads
 from amp.masters.master_weights import MasterWeights
 from amp.masters.shared_state import SharedState
@@ -110,32 +111,23 @@ class AttachedOptimizer:
             self._adopt(group, before)
         self.share_state()
         self.gradients.reconcile()
-        for name, method in (
-            ("step", self.step),
-            ("zero_grad", self._zero_grad),
-            ("add_param_group", self._add_param_group),
-            ("load_state_dict", self._load_state_dict),
-        ):
-            if hasattr(self.optimizer, name):
-                self._wrap(self.optimizer, name, method)
-        self._wrap_wrappers()
+        self._wrap_methods()
 
-    def _wrap(self, holder: Any, name: str, method: Callable[..., Any]) -> None:
-        self._patches.wrap(holder, name, functools.partial(_bound_wrapper, self, holder, method))
-
-    def _wrap_wrappers(self) -> None:
-        """Wrap methods of wrappers: they see this optimizer's gradients, groups and changed masters."""
-        for wrapper in self._wrappers:
-            for name, method in (
-                ("zero_grad", self._zero_grad),
-                ("add_param_group", self._add_param_group),
-            ):
-                if inherits(wrapper, name):  # else it calls the wrapped optimizer's
-                    self._wrap(wrapper, name, method)
-        holders = [(each, ("step", *own_methods(each))) for each in self._wrappers]
-        for holder, names in (*holders, (self.optimizer, own_methods(self.optimizer))):
-            for name in names if self._use_masters else ():
-                self._wrap(holder, name, self._run_own_method)
+    def _wrap_methods(self) -> None:
+        """Wrap methods of the optimizer, and of wrappers around it, which have its gradients too."""
+        of_all = {"zero_grad": self._zero_grad, "add_param_group": self._add_param_group}
+        of_one = {"step": self.step, "load_state_dict": self._load_state_dict}
+        for holder in (self.optimizer, *self._wrappers):
+            if holder is self.optimizer:
+                known, own = {**of_one, **of_all}, list(own_methods(holder))
+                methods: dict[str, Any] = {x: known[x] for x in known if hasattr(holder, x)}
+            else:  # its own methods call those of the optimizer
+                methods = {x: of_all[x] for x in of_all if inherits(holder, x)}
+                own = ["step", *own_methods(holder)]
+            methods |= dict.fromkeys(own if self._use_masters else (), self._run_own_method)
+            for name, method in methods.items():
+                wrap = functools.partial(_bound_wrapper, self, holder, method)
+                self._patches.wrap(holder, name, wrap)
 
     def _run_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method that may change masters, which finds them up to date; write them afterwards."""
@@ -265,8 +257,10 @@ class AttachedOptimizer:
         for state in (each.state for each in (self.optimizer, *self._wrappers)):
             if any(parameter in state for parameter in new_of):
                 own: Any = dict if isinstance(state, SharedState) else type(state)
-                for parameter in list(state):
-                    own.__setitem__(state, new_of.get(parameter, parameter), own.pop(state, parameter))
+                entries = {new_of.get(key, key): entry for key, entry in state.items()}
+                at_once(
+                    functools.partial(own.clear, state), functools.partial(own.update, state, entries)
+                )
 
     def share_state(self) -> None:
         """Let the model's parameters find the state of their masters. It may be called again."""
