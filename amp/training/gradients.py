@@ -49,7 +49,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, repeat
+from itertools import chain, compress, repeat
 from operator import is_, is_not
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,6 +91,8 @@ class Groups:
         called: returns how to call a parameter in a message.
 
     Attributes:
+        dtypes: of `unmastered`.
+        have_replaced: whether a parameter has taken the place of its master.
         stepped: all of them: masters, and parameters without a master.
         pairs: the pairs of the masters.
         masters, models: the two sides of the pairs.
@@ -108,7 +110,6 @@ class Groups:
         called: Callable[[Tensor], str],
     ) -> None:
         self._in_groups = list(map(list, in_groups))
-        self._called = called
         self.stepped = list(dict.fromkeys(chain.from_iterable(in_groups)))
         found = [masters.pair(each) for each in self.stepped]
         both = list(zip(self.stepped, found, strict=True))
@@ -117,8 +118,8 @@ class Groups:
         self.masters, self.models = self.pairs.masters, self.pairs.models
         self.unmastered = [each for each, pair in both if pair is None or pair.master is not each]
         self.of_model = [*self.models, *self.unmastered]
-        self._replaced = any(pair is not None and pair.parameter is each for each, pair in both)
-        self._dtypes = list(map(_dtype, self.unmastered))
+        self.have_replaced = any(pair is not None and pair.parameter is each for each, pair in both)
+        self.dtypes = list(map(_dtype, self.unmastered))
         self.process_groups = groups_of_meshes(self.stepped)
         self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
         of_rank = self.unmastered if self.are_plain else list(map(local, self.unmastered))
@@ -139,29 +140,8 @@ class Groups:
         return (
             list(map(len, now)) == list(map(len, known))
             and all(map(is_, chain.from_iterable(now), chain.from_iterable(known)))
-            and list(map(_dtype, self.unmastered)) == self._dtypes
+            and list(map(_dtype, self.unmastered)) == self.dtypes
         )
-
-    def now(self, optimizer: Any, masters: MasterWeights) -> Groups:
-        """Return what the groups hold now: this object, if they hold the same.
-
-        Raises:
-            AmpRuntimeError: a parameter has taken the place of its master, or was cast after
-                `initialize`.
-        """
-        if self.are_current(optimizer):
-            return self
-        for parameter, dtype in zip(self.unmastered, self._dtypes, strict=True):
-            if parameter.dtype is not dtype:
-                raise AmpRuntimeError(cast_text(self._called(parameter), parameter, dtype))
-        groups = Groups([group["params"] for group in optimizer.param_groups], masters, self._called)
-        if groups._replaced:
-            raise AmpRuntimeError(
-                f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters of the "
-                "model, which have FP32 masters: they were assigned after amp.initialize. Assign what "
-                "was there, or amp.master_params(optimizer); add others by add_param_group"
-            )
-        return groups
 
 
 class State(enum.Enum):
@@ -260,12 +240,22 @@ class Gradients:
         """Unscale deferred gradients, and go on with what the groups hold now.
 
         Raises:
-            AmpRuntimeError: see `Groups.now`.
+            AmpRuntimeError: a parameter has taken the place of its master, or was cast after
+                `initialize`.
         """
-        groups = self.groups.now(self._optimizer, self._masters)
-        if groups is not self.groups:
-            self.deferral.unscale(self.groups.pairs)
-            self.groups = groups
+        known, optimizer, called = self.groups, self._optimizer, self._check.called
+        for parameter, dtype in zip(known.unmastered, known.dtypes, strict=True):
+            if parameter.dtype is not dtype:
+                raise AmpRuntimeError(cast_text(called(parameter), parameter, dtype))
+        groups = Groups([group["params"] for group in optimizer.param_groups], self._masters, called)
+        if groups.have_replaced:
+            raise AmpRuntimeError(
+                f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters of the "
+                "model, which have FP32 masters: they were assigned after amp.initialize. Assign what "
+                "was there, or amp.master_params(optimizer); add others by add_param_group"
+            )
+        self.deferral.unscale(known.pairs)
+        self.groups = groups
         return groups
 
     def _take_grads_of_models(self, event: str) -> None:
@@ -287,8 +277,8 @@ class Gradients:
         there = [model.grad is not None and model.grad is not master.grad for model, master in both]
         if not any(there):
             return
-        some = pairs.only(there)
-        master = next((each for each in some.masters if each.grad is not None), None)
+        held = compress(pairs.masters, there)
+        master = next((each for each in held if each.grad is not None), None)
         if master is not None and not self.are_hidden:
             raise AmpRuntimeError(
                 f"a 16-bit parameter of shape {tuple(master.shape)} was given a gradient, or has one "
@@ -298,7 +288,7 @@ class Gradients:
                 "backward in an amp.scale_loss block"
             )
         self.deferral.unscale(pairs)
-        unscaling.add_to_masters(some)
+        unscaling.add_to_masters(pairs.only(there))
 
     def hide(self) -> bool:
         """Leave the gradients to the masters alone; return whether both had them."""
@@ -319,10 +309,9 @@ class Gradients:
         if self.open_block is not None or self.delayed is not None or not self.are_hidden:
             return
         pairs = self.groups.pairs
-        there = [model.grad is not None for model in pairs.models]
-        if any(there):
+        if have_grads(pairs.models):
             self.deferral.unscale(pairs)
-            unscaling.add_to_masters(pairs.only(there))
+            unscaling.add_to_masters(pairs)
         self._show()
 
     def _show(self) -> None:
@@ -369,7 +358,7 @@ class Gradients:
             if self.groups.masters or not block.scaler.config.is_identity:
                 for parameter in self.groups.unmastered:
                     parameter.grad = None
-                self.drop_unreduced()
+                self._synchronization.drop_unreduced(self.groups.of_model)
                 for parameter, total in self._aside:
                     parameter.grad = total
             store_grads(self.groups.models)
@@ -384,11 +373,6 @@ class Gradients:
         """Whether the last backward has reduced all gradients over the ranks."""
         is_alone = not self._synchronization.wrappers
         return is_alone or self._synchronization.are_reduced(self.groups.of_model)
-
-    def drop_unreduced(self) -> None:
-        """Drop gradients that a wrapper keeps for a later backward to reduce."""
-        if self._synchronization.wrappers:
-            self._synchronization.drop_unreduced(self.groups.of_model)
 
     def delay(self, block: Block) -> Change:
         """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
@@ -412,7 +396,7 @@ class Gradients:
         if not groups.are_current(self._optimizer):
             groups = self.regroup()
         if are_final and not groups.are_plain:
-            place_gradients(self.groups.of_model)
+            place_gradients(groups.of_model)
         new = NewGradients.of(groups, claimed)
         if self.deferral.is_possible:
             new = new._replace(will_be_deferred=self.deferral.takes(new, groups.pairs))
@@ -525,7 +509,7 @@ class Gradients:
             )
         pairs = self.groups.pairs
         self.deferral.unscale(pairs)
-        unscaling.add_to_masters(pairs.only([model.grad is not None for model in pairs.models]))
+        unscaling.add_to_masters(pairs)
         self._add_aside()
 
     def finish(self) -> None:
@@ -614,7 +598,7 @@ class Gradients:
         if self.verdicts.of_gradients or self.verdicts.of_cleared:
             self.verdicts.clear()
         if self._synchronization.wrappers:
-            self.drop_unreduced()
+            self._synchronization.drop_unreduced(self.groups.of_model)
 
     def clear(self) -> None:
         """Drop all gradients, and leave a block. Idempotent."""

@@ -293,7 +293,8 @@ def add_to_masters(pairs: Pairs) -> None:
     pairs.check_devices()
     changes: list[Callable[[], object]] = []
     for master, model in zip(pairs.masters, pairs.models, strict=True):
-        new: Any = model.grad
+        if (new := model.grad) is None:
+            continue
         with torch.set_grad_enabled(new.requires_grad):
             grad = new.to(torch.float32)
         is_first = master.grad is None
