@@ -315,22 +315,16 @@ class AttachedOptimizer:
             found = [self.masters.master(parameter) for parameter in given]  # in the backward
             store_grads([*given, *(master for master in found if master is not None)])
             return zero_grad(*args, **kwargs)
-        set_to_none = args[0] if args else kwargs.get("set_to_none", True)
-        if not self.gradients.groups.are_current(self.optimizer):
-            self.gradients.regroup()
-        if not set_to_none:
-            self.gradients.prepare_to_write_zeros()
         if self.misuse is not None:
             self.misuse.of_others = []
-        self.gradients.drop(is_to_none=bool(set_to_none))
-        if set_to_none and getattr(zero_grad, "__func__", None) is torch.optim.Optimizer.zero_grad:
-            for parameter in self.gradients.groups.unmastered:  # all that is left for it to do
-                parameter.grad = None
-            return None
-        result = zero_grad(*args, **kwargs)
-        if not set_to_none:
-            self.gradients.note_zeros()
-        return result
+        if not (args[0] if args else kwargs.get("set_to_none", True)):
+            return self.gradients.zero_grad(functools.partial(zero_grad, *args, **kwargs))
+        self.gradients.zero_grad(None)
+        if getattr(zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
+            return zero_grad(*args, **kwargs)
+        for parameter in self.gradients.groups.unmastered:  # all that is left for it to do
+            parameter.grad = None
+        return None
 
 
 def keeps_moments(optimizer: Any) -> bool:

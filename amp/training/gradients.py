@@ -216,7 +216,7 @@ class Gradients:
         """
         groups = self.groups
         if event != "forward" and not groups.are_current(self._optimizer):
-            groups = self.regroup()
+            groups = self._regroup()
         pairs = groups.pairs
         if not pairs.pairs:
             return groups
@@ -236,7 +236,7 @@ class Gradients:
         self._has_looked = event == "forward" or (self._has_looked and event != "step")
         return groups
 
-    def regroup(self) -> Groups:
+    def _regroup(self) -> Groups:
         """Unscale deferred gradients, and go on with what the groups hold now.
 
         Raises:
@@ -394,7 +394,7 @@ class Gradients:
         """
         groups = self.groups
         if not groups.are_current(self._optimizer):
-            groups = self.regroup()
+            groups = self._regroup()
         if are_final and not groups.are_plain:
             place_gradients(groups.of_model)
         new = NewGradients.of(groups, claimed)
@@ -493,23 +493,27 @@ class Gradients:
         self.verdicts.look_for_assigned(grads_of(self.groups.unmastered))
         return self.verdicts.for_step(self.groups.pairs.were_assigned)
 
-    def take_for_step_in_block(self) -> None:
-        """Prepare a step inside the block, from a hook of backward, which a scale of 1 allows.
+    def begin_step(self) -> None:
+        """Take over what other code has done, and the gradients of a backward that is under way.
+
+        A step may be in a hook of backward, inside of the block, at a scale of 1.
 
         Raises:
-            AmpRuntimeError: the gradients are scaled, or still to be checked.
+            AmpRuntimeError: gradients are scaled, or still to be checked.
         """
-        scaler = None if self.open_block is None else self.open_block.scaler
-        if scaler is None or not scaler.config.is_identity or scaler.config.check is True:
+        self.reconcile("step")
+        if self.open_block is None:
+            return
+        config = self.open_block.scaler.config
+        if not config.is_identity or config.check is True:
             raise AmpRuntimeError(
                 "optimizer.step() was called inside the amp.scale_loss block, where gradients are "
                 "still scaled, or are still to be checked. Call it after the block, or take a level "
                 "without loss scaling, such as O4 or O5, if each parameter is to be stepped in the "
                 "backward."
             )
-        pairs = self.groups.pairs
-        self.deferral.unscale(pairs)
-        unscaling.add_to_masters(pairs)
+        self.deferral.unscale(self.groups.pairs)
+        unscaling.add_to_masters(self.groups.pairs)
         self._add_aside()
 
     def finish(self) -> None:
@@ -556,35 +560,39 @@ class Gradients:
 
     # Dropping.
 
-    def prepare_to_write_zeros(self) -> None:
-        """Put all gradients where backward puts them, for `zero_grad(set_to_none=False)`."""
-        self.deferral.unscale(self.groups.pairs)
+    def zero_grad(self, write_zeros: Callable[[], Any] | None) -> Any:
+        """Drop all gradients, and all that blocks have left for the step.
+
+        Args:
+            write_zeros: writes zeros to all gradients, whose result is returned; None removes those of
+                parameters and masters.
+        """
+        if not self.groups.are_current(self._optimizer):
+            self._regroup()
+        if write_zeros is None:
+            return self._drop()
+        pairs = self.groups.pairs
+        self.deferral.unscale(pairs)
         for parameter, total in self._aside:
             if parameter.grad is None:
                 parameter.grad = total
-        for grad in grads_of(self.groups.models):
+        for grad in grads_of(pairs.models):
             if grad is not None:
                 grad.zero_()
-
-    def note_zeros(self) -> None:
-        """Note that `zero_grad(set_to_none=False)` has written zeros."""
+        self._drop(is_to_none=False)
+        result = write_zeros()
         self.verdicts.note_left(grads_of(self.groups.unmastered))
-        pairs = self.groups.pairs
         if self.open_block is not None:
             for pair in pairs.pairs:
                 pair.grad = pair.master.grad
-            return
+            return result
         for pair in pairs.pairs:
             if pair.master.grad is None and (grad := pair.parameter.grad) is not None:
                 pair.master.grad = grad.float()
         self._show()
+        return result
 
-    def drop(self, is_to_none: bool = True) -> None:
-        """Forget the gradients of masters, and all that blocks have left for the step.
-
-        Args:
-            is_to_none: whether to remove them from both sides too.
-        """
+    def _drop(self, is_to_none: bool = True) -> None:
         pairs = self.groups.pairs
         if is_to_none and pairs.pairs:
             host_lists.lists.clear_grads(pairs.masters)
@@ -603,7 +611,7 @@ class Gradients:
     def clear(self) -> None:
         """Drop all gradients, and leave a block. Idempotent."""
         store_grads(self.groups.unmastered)
-        self.drop()
+        self._drop()
         self.are_hidden = False
         self.open_block = None
 

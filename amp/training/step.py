@@ -110,9 +110,7 @@ class OptimizerStep:
             before = masters.are_ahead
             try:
                 masters.are_ahead = self.is_running = True
-                gradients.reconcile("step")
-                if gradients.open_block is not None:
-                    gradients.take_for_step_in_block()
+                gradients.begin_step()
                 if closure is not None:
                     return self._run_with_closure(step, closure, *args, **kwargs)
                 return self._run(functools.partial(step, *args, **kwargs))
