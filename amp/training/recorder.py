@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp.errors import first_few, warn
-from amp.kernels.tensor_lists import local
 
 SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
 """The index of each number in a scaler's state; see `amp.kernels.update_scale`."""
@@ -24,6 +22,8 @@ STATE_SIZE = 7
 KEPT = 256
 BELOW_ONE = 3
 """How many overflows in a row at a scale below 1 are a streak, whatever the patience."""
+SETTLED = 16
+"""A search for the loss scale ends before so many overflows in a row: 65536 is halved to 1 by then."""
 
 
 class HostCopies:
@@ -88,60 +88,54 @@ Parameters = Sequence[Tensor]
 Names = Callable[[Parameters], list[str]]
 
 
-class BadGradientLog:
-    """For each parameter of some lists, the last update of a scaler at which its gradient was bad.
+class BadGradients:
+    """For each parameter, by its name, the last update of a scaler at which its gradient was bad.
 
-    Kernels write it, for cases in which the host learns of an overflow too late to check the gradients.
+    Kernels log it where the host learns of an overflow too late to check the gradients; elsewhere
+    `amp.training.verdicts` checks them.
 
     Attributes:
-        underway: the names of the entries that the host has asked for and not got yet.
+        last: the numbers of the updates, as far as they have reached the host.
+        underway: the names of those that have not, oldest first.
     """
 
     def __init__(self) -> None:
-        self._lists: dict[int, tuple[Parameters, Tensor, Names]] = {}
+        self.last: dict[str, int] = {}
+        self.underway: deque[Sequence[str]] = deque(maxlen=256)
         self._copies = HostCopies()
-        self.underway: deque[list[str]] = deque(maxlen=256)
+        self._logs: dict[int, tuple[Parameters, Tensor, Names]] = {}
 
-    def entries_of(self, parameters: Parameters, names: Names) -> Tensor:
+    def log_of(self, parameters: Parameters, names: Names) -> Tensor:
         """Return the tensor that a kernel writes: float32 `[n]`, one entry a parameter, NaN at first.
 
         Args:
             parameters: the same list each time, of one device.
             names: returns the names of parameters.
         """
-        known = self._lists.get(id(parameters))
-        if known is None:
-            if len(self._lists) == _LISTS:
-                del self._lists[next(iter(self._lists))]
-            entries = torch.full(
+        if id(parameters) not in self._logs:
+            if len(self._logs) == _LISTS:
+                del self._logs[next(iter(self._logs))]
+            log = torch.full(
                 (len(parameters),), math.nan, dtype=torch.float32, device=parameters[0].device
             )
-            known = self._lists[id(parameters)] = parameters, entries, names
-        return known[1]
+            self._logs[id(parameters)] = parameters, log, names
+        return self._logs[id(parameters)][1]
 
-    def fetch(self) -> None:
-        """Start to copy all entries to the host. The host does not wait for the device."""
-        for parameters, entries, names in self._lists.values():
-            self._copies.send(entries)
-            self.underway.append(names(parameters))
+    def send(self, names: Sequence[str], updates: Tensor) -> None:
+        """Start to copy the last bad update of each name, NaN for none, to the host. No host sync."""
+        self._copies.send(updates)
+        self.underway.append(names)
 
-    def arrived(self, wait: bool) -> dict[str, int]:
-        """Return the last bad update of each parameter that had one, as far as copies have arrived."""
-        found: dict[str, int] = {}
-        for _, steps in self._copies.arrived(wait):
-            named = zip(self.underway.popleft(), steps, strict=True)
-            found |= {name: int(step) for name, step in named if not math.isnan(step)}
-        return found
+    def send_logs(self) -> None:
+        """Start to copy what kernels have logged to the host. No host sync."""
+        for parameters, log, names in self._logs.values():
+            self.send(names(parameters), log)
 
-
-def bad_flags(grads: Iterable[Tensor]) -> Tensor:
-    """Return 1.0 for each gradient that has an inf or NaN, else 0.0, float32 `[n]`. No host sync."""
-    values = [local(grad) for grad in grads]
-    dense = [each._values() if each.is_sparse else each for each in values]
-    flags = [each.isfinite().all().logical_not().to(torch.float32) for each in dense]
-    if not flags:
-        return torch.zeros(0, device="cpu")
-    return torch.stack([flag.to(flags[0].device) for flag in flags])
+    def learn(self, wait: bool) -> None:
+        """Read the copies that have arrived; `wait` waits for the others."""
+        for _, updates in self._copies.arrived(wait):
+            named = zip(self.underway.popleft(), updates, strict=True)
+            self.last |= {name: int(update) for name, update in named if not math.isnan(update)}
 
 
 class Transition(NamedTuple):
@@ -182,7 +176,9 @@ class FlightRecorder:
         streaks: the steps at which streaks were reached, each streak once.
         scale: the scale after the newest row.
         overflows: how many there were.
-        states: the states after updates that are on their way to the host.
+        states: the states after updates that are on their way to the host, with the norm of the
+            unscaled gradients, if it is known.
+        bad: which gradients were bad.
     """
 
     def __init__(self, loss_id: int, patience: int, scale: float) -> None:
@@ -195,36 +191,11 @@ class FlightRecorder:
         self._is_streak = self._has_warned = False
         self.overflows = 0
         self._skipped = 0
-        self._newest = self._counted_to = -1
+        self._counted_to = -1
         self._overflowed: set[int] = set()
         self._steps: deque[frozenset[int]] = deque()
         """The updates of each step that `_skipped` does not count yet."""
-        self.states, self._flags = HostCopies(), HostCopies()
-        self._names_of: dict[int, Sequence[str]] = {}
-        self._log = BadGradientLog()
-        self._bad_steps: dict[str, int] = {}
-        """For each parameter whose gradient was bad, by its name, the last update at which it was."""
-
-    # Recording.
-
-    def send(self, step: int, state: Tensor, norm: Tensor | None) -> None:
-        """Start to copy the state after an update to the host. No host sync.
-
-        Args:
-            step: the number of the update.
-            state: float32 `[STATE_SIZE]`.
-            norm: the norm of the unscaled gradients, float32 of one element, if it is known.
-        """
-        self.states.send(state if norm is None else torch.cat([state, norm.reshape(1)]), step)
-
-    def log_entries(self, parameters: Sequence[Tensor], names: Names) -> Tensor:
-        """Return where kernels log which gradients are bad; see `BadGradientLog.entries_of`."""
-        return self._log.entries_of(parameters, names)
-
-    def note_bad(self, step: int, names: Sequence[str], flags: Tensor) -> None:
-        """Note which gradients were bad at a step, by a flag for each name. No host sync."""
-        self._flags.send(flags, step)
-        self._names_of[step] = names
+        self.states, self.bad = HostCopies(), BadGradients()
 
     def note_step(self, updates: Iterable[int]) -> None:
         """Note that an optimizer has stepped, or skipped a step, after these updates.
@@ -235,8 +206,6 @@ class FlightRecorder:
         if max(numbers) > self._counted_to and numbers not in self._steps:
             self._steps.append(numbers)
 
-    # Reading.
-
     def learn(self, wait: bool = False, until: int = -1) -> list[Transition]:
         """Return the updates that have reached the host since the last call.
 
@@ -244,21 +213,17 @@ class FlightRecorder:
             wait: wait for updates that are still under way. Otherwise there is no host sync.
             until: wait for updates up to this one.
         """
-        if self._flags.underway:
-            for step, flags in self._flags.arrived(wait, until):
-                names = compress(self._names_of.pop(step, ()), flags)
-                self._bad_steps |= dict.fromkeys(names, step)
         rows = [
-            self.record(step, state[SCALE], state[OVERFLOWS], *state[STATE_SIZE:])
+            self._record(step, state[SCALE], state[OVERFLOWS], *state[STATE_SIZE:])
             for step, state in self.states.arrived(wait, until)
         ]
         if any([row.overflow for row in rows]):  # noqa: C419 (is faster)
-            self._log.fetch()
-        if self._log.underway:
-            self._bad_steps |= self._log.arrived(wait)
+            self.bad.send_logs()
+        if self.bad.underway:
+            self.bad.learn(wait)
         return rows
 
-    def record(
+    def _record(
         self, step: int, next_scale: float, in_a_row: float, norm: float | None = None
     ) -> Transition:
         """Note an update, and return it as a row."""
@@ -268,7 +233,6 @@ class FlightRecorder:
         if overflow:
             self.overflows += 1
             self._overflowed.add(step)
-        self._newest = step
         while self._steps and (last := max(self._steps[0])) < step:  # not yet for this one
             self._skipped += not self._steps.popleft().isdisjoint(self._overflowed)
             self._overflowed = {number for number in self._overflowed if number > last}
@@ -284,51 +248,39 @@ class FlightRecorder:
 
     def warn_if_endless(self, is_watched: bool = False) -> None:
         """Warn once, after a streak of overflows; `is_watched` says that a diagnosis follows."""
-        if self.streak is not None and not self._has_warned and not self._log.underway:
-            self._has_warned = True
-            warn(describe_streak(self.streak, self.rows, self._bad_steps, is_watched))
+        last = self.streak
+        if last is None or self._has_warned:
+            return
+        names = [name for name, step in self.bad.last.items() if step >= last.step]
+        if self.bad.underway and not names:
+            return  # they are about to arrive
+        self._has_warned = True
+        scales = ", ".join(f"{x.scale:g}" for x in self.rows if last.step - 6 < x.step <= last.step)
+        is_settled = last.scale < 1.0 or last.in_a_row >= SETTLED
+        told = ", so scaling is not the cause" if is_settled else ""
+        bad = f" The gradients of {first_few(names, most=4)} were inf or NaN." if names else ""
+        what_to_do = (
+            "The report of the next iteration follows"
+            if is_watched
+            else "Put `with amp.diagnose(model, optimizer) as report:` around one step and print the "
+            "report, or pass diagnose='on_overflow' to amp.initialize"
+        )
+        warn(
+            f"{last.in_a_row} overflows in a row: gradients were inf or NaN at loss scales of {scales}"
+            f"{told}.{bad} {what_to_do}: it names the op that makes them, its line, and what to do. "
+            "amp.history() has the last steps."
+        )
 
     def history(self) -> list[Transition]:
         """Return the last updates that have reached the host, oldest first. No host sync."""
         bad: dict[int, list[str]] = {}
-        for name, step in self._bad_steps.items():
+        for name, step in self.bad.last.items():
             bad.setdefault(step, []).append(name)
         return [row._replace(bad=tuple(bad.get(row.step, ()))) for row in self.rows]
 
     @property
     def skipped_steps(self) -> int:
         """How many steps were skipped, of those whose updates have reached the host."""
-        come = [numbers for numbers in self._steps if max(numbers) <= self._newest]
+        newest = self.rows[-1].step if self.rows else -1
+        come = [numbers for numbers in self._steps if max(numbers) <= newest]
         return self._skipped + sum(not numbers.isdisjoint(self._overflowed) for numbers in come)
-
-
-SETTLED = 16
-"""A search for the loss scale ends before so many overflows in a row: 65536 is halved to 1 by then."""
-
-
-def describe_streak(
-    last: Transition, rows: Iterable[Transition], bad_steps: Mapping[str, int], is_watched: bool
-) -> str:
-    """Return the message about a streak of overflows.
-
-    Args:
-        last: the update that made the streak.
-        rows: the last updates.
-        bad_steps: for each parameter, the last step at which its gradient was bad.
-        is_watched: whether `diagnose="on_overflow"` watches the next iteration.
-    """
-    scales = ", ".join(f"{row.scale:g}" for row in rows if last.step - 6 < row.step <= last.step)
-    names = [name for name, step in bad_steps.items() if step >= last.step]
-    bad = f" The gradients of {first_few(names, most=4)} were inf or NaN." if names else ""
-    told = ", so scaling is not the cause" if last.scale < 1.0 or last.in_a_row >= SETTLED else ""
-    what_to_do = (
-        "The report of the next iteration follows"
-        if is_watched
-        else "Put `with amp.diagnose(model, optimizer) as report:` around one step and print the "
-        "report, or pass diagnose='on_overflow' to amp.initialize"
-    )
-    return (
-        f"{last.in_a_row} overflows in a row: gradients were inf or NaN at loss scales of {scales}"
-        f"{told}.{bad} {what_to_do}: it names the op that makes them, its line, and what to do. "
-        "amp.history() has the last steps."
-    )

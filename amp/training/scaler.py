@@ -248,7 +248,8 @@ class LossScaler:
         )
         self.updates = number + 1
         if config.check:
-            self.recorder.send(number, self._state, norm)
+            state = self._state if norm is None else torch.cat([self._state, norm.reshape(1)])
+            self.recorder.states.send(state, number)
 
     def forget_check(self) -> None:
         """Forget the checks since the last update, after an error or an interrupt."""
@@ -262,8 +263,8 @@ class LossScaler:
             parameters: of the model, the same list each time.
             names: returns the names of parameters.
         """
-        entries = self.recorder.log_entries(parameters, names)
-        bad_steps: BadSteps = kernels.launch_plans.BadSteps(entries, self._updates_on_device)
+        log = self.recorder.bad.log_of(parameters, names)
+        bad_steps: BadSteps = kernels.launch_plans.BadSteps(log, self._updates_on_device)
         return bad_steps
 
     def loss_scale(self) -> float:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from amp.training.recorder import bad_flags
+from amp.kernels.tensor_lists import local
 
 if TYPE_CHECKING:
     from amp.training.scaler import LossScaler
@@ -115,9 +116,18 @@ def note_step(
         scaler.recorder.note_step([each.step for each in verdicts if each.scaler is scaler])
     overflows = [verdict for verdict in verdicts if verdict.known]
     if overflows and (pairs := list(of_model())):
-        names, flags = names_of([each for each, _ in pairs]), bad_flags(grad for _, grad in pairs)
+        names, are_good = names_of([each for each, _ in pairs]), _are_finite(grad for _, grad in pairs)
         for verdict in overflows:
-            verdict.scaler.recorder.note_bad(verdict.step, names, flags)
+            steps = torch.full_like(are_good, verdict.step, dtype=torch.float32)
+            verdict.scaler.recorder.bad.send(names, steps.masked_fill(are_good, math.nan))
+
+
+def _are_finite(grads: Iterable[Tensor]) -> Tensor:
+    """Return whether each gradient has no inf or NaN, bool `[n]`. No host sync."""
+    values = [local(grad) for grad in grads]
+    dense = [each._values() if each.is_sparse else each for each in values]
+    flags = [each.isfinite().all() for each in dense]
+    return torch.stack([flag.to(flags[0].device) for flag in flags])
 
 
 STEP, SKIP = "step", "skip"
