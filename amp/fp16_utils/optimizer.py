@@ -301,7 +301,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         if own.config.dynamic:
             own.restore(of_scaler)
         elif not is_dynamic:
-            own.set_scale(of_scaler.scale)
+            own.set_scale(of_scaler.loss_scale)
         for master, values in zip(self.all_fp32_from_fp16_params, saved, strict=True):
             without_grad(master.copy_)(values)
         self._attached.gradients.reconcile()

@@ -62,19 +62,22 @@ class ScaleSnapshot(NamedTuple):
 
 
 class ScalerState(NamedTuple):
-    """A saved state of a scaler, whose entries have been checked; see `LossScaler.state_dict`.
+    """A saved state of a scaler, whose entries have been checked: apex's two, and those of our own.
 
-    `dynamic` and `hysteresis_left` are None if the saved state lacks them, as apex's does.
+    Attributes:
+        loss_scale: the scale.
+        unskipped: how many good steps there were since it moved.
+        dynamic: whether it moves; None if the state does not say so, as apex's.
+        hysteresis_left: how many more overflows it takes before it backs off; as many as there can be,
+            if the state does not say so.
+        overflows_in_a_row: how many there were.
     """
 
-    scale: float
-    good_steps: int
+    loss_scale: float
+    unskipped: int
     dynamic: bool | None
-    hysteresis_left: int | None
-    overflows: int
-
-
-_STATE_KEYS = ("loss_scale", "unskipped", "dynamic", "hysteresis_left", "overflows_in_a_row")
+    hysteresis_left: int
+    overflows_in_a_row: int
 
 
 def read_state(state: Mapping[str, Any], path: str) -> ScalerState:
@@ -87,17 +90,17 @@ def read_state(state: Mapping[str, Any], path: str) -> ScalerState:
     Raises:
         AmpValueError: an entry is missing, unknown, or not what it should be.
     """
-    checks = StateChecks()
+    checks, keys = StateChecks(), ScalerState._fields
     scale = checks.number(state, "loss_scale", path, low=0.0)
     for key in state:
-        if key not in _STATE_KEYS:
-            checks.fail(path, key, "no loss scaler has it", f"only {', '.join(_STATE_KEYS)}")
+        if key not in keys:
+            checks.fail(path, key, "no loss scaler has it", f"only {', '.join(keys)}")
     dynamic = checks.flag(state, "dynamic", path) if "dynamic" in state else None
-    # Steps are counted in float32, up to its largest exact number.
-    good_steps = min(checks.count(state, "unskipped", path), LARGEST_STATE_COUNT)
-    left = checks.count(state, "hysteresis_left", path) if "hysteresis_left" in state else None
+    most = LARGEST_STATE_COUNT
+    good_steps = min(checks.count(state, "unskipped", path), most)
+    left = checks.count(state, "hysteresis_left", path) if "hysteresis_left" in state else most
     overflows = checks.count(state, "overflows_in_a_row", path) if "overflows_in_a_row" in state else 0
-    return ScalerState(scale, good_steps, dynamic, left, min(overflows, LARGEST_STATE_COUNT))
+    return ScalerState(scale, good_steps, dynamic, left, min(overflows, most))
 
 
 class LossScaler:
@@ -273,15 +276,11 @@ class LossScaler:
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the current state. No host sync."""
-        state, names = self._state.clone(), ("config", "updates", "recorder")
-        before = {name: getattr(self, name) for name in names}
-        scale = self.recorder.scale
+        before, numbers, scale = dict(vars(self)), self._state.clone(), self.recorder.scale
 
         def put_back() -> None:
-            self.version += 1
-            vars(self).update(before)
-            self._keep_on(state.device)
-            self._state.copy_(state)
+            vars(self).update(before, version=self.version + 1)
+            self._state.copy_(numbers)
             self.recorder.scale = scale
 
         return put_back
@@ -289,13 +288,8 @@ class LossScaler:
     def state_dict(self) -> dict[str, Any]:
         """Return apex's two entries, and others for an exact resume. The host waits."""
         scale, _, good, left, _, overflows, _ = self._state.tolist()
-        return {
-            "loss_scale": scale,
-            "unskipped": int(good),
-            "dynamic": self.config.dynamic,
-            "hysteresis_left": int(left),
-            "overflows_in_a_row": int(overflows),
-        }
+        state = ScalerState(scale, int(good), self.config.dynamic, int(left), int(overflows))
+        return state._asdict()
 
     def load_state_dict(self, state: Mapping[str, Any], path: str = "state_dict") -> None:
         """Go on from a saved state, ours or apex's; see `restore`. `path` is its name in errors.
@@ -312,13 +306,12 @@ class LossScaler:
         the scale of a static one. A scale outside `min` and `max`, such as the 0 that apex could reach,
         is clamped to them.
         """
-        if saved.dynamic not in (None, self.config.dynamic):
-            return
-        scale = saved.scale if self.config.dynamic else self.config.init
-        ceiling = max(self.config.max, self.config.start)
-        left = self.config.hysteresis if saved.hysteresis_left is None else saved.hysteresis_left
-        scale = min(max(scale, self.config.floor), ceiling)
-        self._set(scale, saved.good_steps, min(left, self.config.hysteresis), saved.overflows)
+        config = self.config
+        if saved.dynamic in (None, config.dynamic):
+            scale = max(saved.loss_scale if config.dynamic else config.init, config.floor)
+            left = min(saved.hysteresis_left, config.hysteresis)
+            ceiling = max(config.max, config.start)
+            self._set(min(scale, ceiling), saved.unskipped, left, saved.overflows_in_a_row)
 
     def _set(self, scale: float, good: int, left: int, overflows: int = 0) -> None:
         self.version += 1
