@@ -161,15 +161,11 @@ class AttachedOptimizer:
         finally:
             self.misuse = misuse
 
-    def names_to_record(self, parameters: Sequence[Tensor]) -> list[str]:
-        """Return the names of parameters in their models, for a record of bad gradients."""
-        names = {id(parameter): name for (_, name), parameter in self.owner.named_parameters().items()}
-        return [names.get(id(parameter), "a parameter of no model") for parameter in parameters]
-
     def names_of(self, stepped: Sequence[Tensor]) -> list[str | None]:
         """Return the names of parameters or masters in their models, None for unknown ones."""
         models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
-        return self.check.names_of(models)
+        keys = self.check.keys_of(models)
+        return [None if key is None else f"{key[0]}.{key[1]}" for key in keys]
 
     def detach(self) -> None:
         """Give the optimizer its methods and the model's parameters back.

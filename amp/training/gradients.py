@@ -417,7 +417,7 @@ class Gradients:
         scaler, is_one = scale.scaler, scale.scaler.config.is_identity
         of_masters = of_own = None
         if found_inf is not None and not scaler.is_on_host and self.capabilities.skips_on_device():
-            names = self._check.short_names
+            names = self._check.names_of
             if new.of_masters.grads:
                 of_masters = scaler.bad_steps_of(new.of_masters.parameters, names)
             if new.own.grads and new.own.parameters is self.groups.unmastered:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from amp.casting.sharded import is_of_fsdp1
 from amp.errors import AmpRuntimeError, first_few, warn
-from amp.masters.agreement import Pairs
+from amp.masters.agreement import Pairs, called_by_shape
 from amp.masters.grads import grads_of
 from amp.profiles.levels import levels_with
 
@@ -37,24 +37,22 @@ class ParameterCheck:
         found = self._named_parameters().items()
         self._by_name |= {name: parameter for name, parameter in found if id(parameter) in ids}
 
-    def names_of(self, parameters: Iterable[Tensor]) -> list[str | None]:
-        """Return the name of each parameter in its model, or None if the models do not have it."""
-        names: dict[int, str] = {}
-        for (i, name), parameter in self._named_parameters().items():
-            names.setdefault(id(parameter), f"{i}.{name}")
-        return [names.get(id(parameter)) for parameter in parameters]
+    def keys_of(self, parameters: Iterable[Tensor]) -> list[tuple[int, str] | None]:
+        """Return the number of each parameter's model and its name there, None for unknown ones."""
+        key_of: dict[int, tuple[int, str]] = {}
+        for key, parameter in self._named_parameters().items():
+            key_of.setdefault(id(parameter), key)
+        return [key_of.get(id(parameter)) for parameter in parameters]
+
+    def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
+        """Return the name of each parameter in its model, or else its shape."""
+        both = zip(parameters, self.keys_of(parameters), strict=True)
+        return [called_by_shape(parameter) if key is None else key[1] for parameter, key in both]
 
     def called(self, parameter: Tensor) -> str:
         """Return how to call a parameter in a message: by its name in quotes, or by its shape."""
-        [name] = self.short_names([parameter])
-        return name if name.startswith("a parameter of shape") else f"'{name}'"
-
-    def short_names(self, parameters: Iterable[Tensor]) -> list[str]:
-        """Return the name of each parameter without the number of its model, or else its shape."""
-        names: dict[int, str] = {}
-        for (_, name), parameter in self._named_parameters().items():
-            names.setdefault(id(parameter), name)
-        return [names.get(id(p)) or f"a parameter of shape {tuple(p.shape)}" for p in parameters]
+        [key] = self.keys_of([parameter])
+        return called_by_shape(parameter) if key is None else f"'{key[1]}'"
 
     def refuse_fsdp1(self, parameters: Iterable[Tensor]) -> None:
         """Raise AmpRuntimeError if FullyShardedDataParallel holds parameters that have masters."""

@@ -317,7 +317,7 @@ class OptimizerStep:
     def _tell_end(self) -> None:
         attached = self._attached()
         if self.verdicts:
-            note_step(self.verdicts, self._gradients.of_model, attached.names_to_record)
+            note_step(self.verdicts, self._gradients.of_model, attached.check.names_of)
         for observer in (*everywhere, *attached.owner.observers):
             observer.step_ends(attached)
 
