@@ -23,8 +23,8 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpAttributeError, AmpRuntimeError, warn
 from amp.kernels.interrupts import at_once
 from amp.observers import everywhere
-from amp.training import misuse
 from amp.training.gradients import Gradients, State
+from amp.training.misuse import BlockWatch
 from amp.training.scaler import LossScaler, ScaleSnapshot
 from amp.training.unscaling import NewGradients
 from amp.training.verdicts import Verdict
@@ -81,7 +81,7 @@ class Block:
     ) -> Generator[Tensor]:
         """Do the same for gradients that need nothing: backward adds them to those that are there."""
         watched = [each for each in attached if each.misuse is not None]
-        watch = misuse.watch_block(session, self, attached) if watched else None
+        watch = BlockWatch(session, self, attached) if watched else None
         if any([gradients.open_block is not None for gradients in self._gradients]):  # noqa: C419
             raise AmpRuntimeError(_INSIDE_ANOTHER)
         try:
@@ -103,7 +103,7 @@ class Block:
         self, session: Any, loss: Tensor, attached: Sequence[Any], delay: bool, update: bool
     ) -> Generator[Tensor]:
         watched = [each for each in attached if each.misuse is not None]
-        watch = misuse.watch_block(session, self, attached) if watched else None
+        watch = BlockWatch(session, self, attached) if watched else None
         try:
             try:
                 scaled_loss = self.enter(loss)

@@ -12,7 +12,9 @@ optimizers has one.
 
 from __future__ import annotations
 
+import functools
 import sys
+import traceback
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -24,8 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp.active import open_sessions
 from amp.errors import warn
-from amp.masters.grads import grads_of
-from amp.training.gradients import Gradients, State
+from amp.training.gradients import State
 
 
 class Misuse:
@@ -37,18 +38,13 @@ class Misuse:
     """
 
     def __init__(self, attached: Any, has_stepped: bool = False) -> None:
-        self._attached = weakref.ref(attached)  # weak: it refers to this
+        self.attached: Any = weakref.proxy(attached)  # weak: it refers to this
         self.has_stepped = has_stepped
         self.has_found = self.was_in_block = has_stepped
         self.of_others: list[Tensor] = []
         """The parameters that a scaled loss of other optimizers has given gradients."""
         self._unchanged: int | None = None if has_stepped else 0
         """How many steps have changed no master; None once one has, or it is not asked any more."""
-
-    @property
-    def attached(self) -> Any:
-        """The `AttachedOptimizer`."""
-        return self._attached()
 
     @property
     def is_over(self) -> bool:
@@ -78,8 +74,7 @@ class Misuse:
             self.has_stepped = True
             self._warn_if_unscaled()
             self._warn_if_unscaled_twice()
-        if self.of_others:
-            self.warn_if_of_others()
+        self.warn_if_of_others()
         return self._copy_to_compare() if compares else None
 
     def closure_has_ended(self) -> None:
@@ -133,8 +128,8 @@ class Misuse:
 
     def _warn_if_unscaled_twice(self) -> None:
         """Warn if a GradScaler steps the optimizer, which has unscaled the gradients once more."""
-        frame = sys._getframe() if self.was_in_block else None
-        while frame is not None:
+        stack = traceback.walk_stack(sys._getframe()) if self.was_in_block else ()
+        for frame, _ in stack:
             scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
             if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
                 warn(
@@ -144,7 +139,6 @@ class Misuse:
                     "GradScaler out: call optimizer.step()"
                 )
                 return
-            frame = frame.f_back
 
     def _warn_if_unscaled(self) -> None:
         """Warn if a step uses gradients of a loss that should have been scaled, and was not."""
@@ -161,82 +155,64 @@ class Misuse:
         )
 
 
-def watch_block(session: Any, block: Any, attached: Sequence[Any]) -> BlockWatch | None:
-    """Return what watches a block of some optimizers, or None if all have stepped well.
-
-    Raises:
-        AmpRuntimeError: FullyShardedDataParallel holds parameters that have masters.
-    """
-    watched = [each.misuse for each in attached if each.misuse is not None]
-    if not watched:
-        return None
-    for misuse in watched:
-        if misuse.of_others:
-            misuse.warn_if_of_others()
-        misuse.was_in_block = True
-        if not misuse.has_stepped:
-            groups = misuse.attached.gradients.groups
-            misuse.attached.check.refuse_fsdp1(groups.models)
-            misuse.attached.check.warn_of_hooks(groups.masters)
-    return BlockWatch(session, block, attached, [each for each in watched if not each.has_stepped])
-
-
 class BlockWatch:
-    """Looks at one block of optimizers that have not all stepped.
+    """Looks at one block of optimizers, some of which have a `Misuse`.
 
     Args:
         session: of the loss.
         block: the block.
         attached: the `AttachedOptimizer`s of the optimizers that it names.
-        unstepped: the `Misuse`s of those that have not stepped.
+
+    Raises:
+        AmpRuntimeError: FullyShardedDataParallel holds parameters that have masters.
     """
 
-    def __init__(
-        self, session: Any, block: Any, attached: Sequence[Any], unstepped: Sequence[Misuse]
-    ) -> None:
-        self._session, self._block, self._attached, self._unstepped = (
-            session,
-            block,
-            attached,
-            unstepped,
-        )
-        self._is_scaled = bool(unstepped) and not block.scaler.config.is_identity
-        self._was_run: bool | None = None
+    def __init__(self, session: Any, block: Any, attached: Sequence[Any]) -> None:
+        self._session, self.block, self._attached = session, block, attached
+        watched = [each.misuse for each in attached if each.misuse is not None]
+        for misuse in watched:
+            misuse.warn_if_of_others()
+            misuse.was_in_block = True
+        unstepped = [misuse for misuse in watched if not misuse.has_stepped]
+        for misuse in unstepped:
+            groups = misuse.attached.gradients.groups
+            misuse.attached.check.refuse_fsdp1(groups.models)
+            misuse.attached.check.warn_of_hooks(groups.masters)
+        self._unstepped = [] if block.scaler.config.is_identity else unstepped
+        """Those that have not stepped yet, if the block scales its loss."""
+        self.was_run: bool | None = None
         """Whether backward has run from the scaled loss; None if that is not watched."""
-        self._others: list[tuple[Any, Any]] = []
+        self._others: list[tuple[Any, dict[Tensor, tuple[Tensor | None, int]]]] = []
         """Optimizers whose gradients should not come from this block, and what these were before it."""
 
     def backward_begins(self, scaled_loss: Tensor) -> None:
         """Note what is there before a backward, and watch whether it runs from the scaled loss."""
-        if not self._is_scaled:
+        if not self._unstepped:
             return
         if scaled_loss.requires_grad:
-            self._was_run = False
-            scaled_loss.register_hook(_Note(self, self._block))  # type: ignore[no-untyped-call]
+            self.was_run = False
+            hook = functools.partial(_backward_runs, weakref.ref(self))
+            scaled_loss.register_hook(hook)  # type: ignore[no-untyped-call]
         # Other threads may train those of other sessions meanwhile, with blocks of their own, or at a
         # level that scales no loss.
         session = self._session
         self._others = [
-            (each, _grads_and_versions(each.gradients))
+            (each, {p: (p.grad, _version(p.grad)) for p in each.gradients.groups.of_model})
             for each in chain.from_iterable(one.attached for one in open_sessions())
             if each not in self._attached
             and (each.owner is session or not each.owner.scalers[0].config.is_identity)
         ]
 
-    def backward_runs(self) -> None:
-        """Note that the backward of the scaled loss has begun."""
-        self._was_run = True
-
     def backward_has_ended(self) -> None:
         """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
-        for misuse in self._unstepped if self._is_scaled else ():
+        for misuse in self._unstepped:
             misuse.attached.check.hidden_gradients(misuse.attached.gradients.groups.pairs)
 
     def block_is_left(self, is_complete: bool) -> None:
         """Warn of a block without gradients, or with those of another loss; note those of others."""
         if is_complete:
             self._warn_if_empty()
-        if self._was_run is False and self._block.found:
+        if self.was_run is False and self.block.found:
             warn(
                 "an amp.scale_loss block has found gradients, and none came from the scaled loss: they "
                 "are divided by the loss scale all the same, so the weights hardly move. Call "
@@ -245,14 +221,24 @@ class BlockWatch:
             )
         of_block = {p for each in self._attached for p in each.gradients.groups.of_model}
         for each, before in self._others:
-            if each.owner is self._session or (each.misuse and not each.misuse.was_in_block):
-                _note_scaled(each, before, of_block)
+            is_own = each.owner is self._session or (each.misuse and not each.misuse.was_in_block)
+            if not is_own or each.gradients.state is State.DELAYED:
+                continue
+            found = [
+                p
+                for p, (grad, version) in before.items()
+                if p not in of_block and (p.grad is not grad or _version(grad) != version)
+            ]
+            if each.misuse is None and found:
+                each.misuse = Misuse(each, has_stepped=True)
+            if each.misuse is not None:
+                each.misuse.of_others = found
 
     def _warn_if_empty(self) -> None:
         """Warn once if the first block of some optimizers has found no gradient at all."""
         for each in self._attached:
             if each.misuse is not None:
-                each.misuse.has_found |= each.gradients in self._block.found
+                each.misuse.has_found |= each.gradients in self.block.found
         known = [each.misuse for each in self._attached]
         if any(one is None or one.has_found or one.has_stepped for one in known):
             return
@@ -266,42 +252,17 @@ class BlockWatch:
             )
 
 
-class _Note:
-    """A hook on a scaled loss: notes its backward, and warns if it comes after the block."""
-
-    def __init__(self, watch: BlockWatch, block: Any) -> None:
-        self._watch, self._block = weakref.ref(watch), weakref.ref(block)
-
-    def __call__(self, grad: Tensor) -> None:
-        watch, block = self._watch(), self._block()
-        if watch is not None and block is not None and not block.is_over:
-            watch.backward_runs()
-        elif not bool((grad != 1).any()):  # else it is a part of another loss
-            warn(
-                "scaled_loss.backward() was called after its amp.scale_loss block: gradients are "
-                "not unscaled, and too large by the loss scale. Call it inside of the block"
-            )
+def _backward_runs(reference: weakref.ref[BlockWatch], grad: Tensor) -> None:
+    """Note that the backward of a scaled loss has begun, and warn if it comes after the block."""
+    watch = reference()
+    if watch is not None and not watch.block.is_over:
+        watch.was_run = True
+    elif not bool((grad != 1).any()):  # else it is a part of another loss
+        warn(
+            "scaled_loss.backward() was called after its amp.scale_loss block: gradients are "
+            "not unscaled, and too large by the loss scale. Call it inside of the block"
+        )
 
 
-def _grads_and_versions(gradients: Gradients) -> list[tuple[Tensor | None, int]]:
-    """Return the gradients of the model's parameters, and how often each was changed."""
-    grads = grads_of(gradients.groups.of_model)
-    return [(grad, 0 if grad is None else grad._version) for grad in grads]
-
-
-def _note_scaled(
-    attached: Any, before: Sequence[tuple[Tensor | None, int]], of_block: set[Tensor]
-) -> None:
-    """Note what the backward of a scaled loss of other optimizers has changed since `before`."""
-    now, parameters = _grads_and_versions(attached.gradients), attached.gradients.groups.of_model
-    if len(now) != len(before) or attached.gradients.state is State.DELAYED:
-        return
-    found = [
-        parameter
-        for parameter, (grad, version), known in zip(parameters, now, before, strict=True)
-        if (grad is not known[0] or version != known[1]) and parameter not in of_block
-    ]
-    if attached.misuse is None and found:
-        attached.misuse = Misuse(attached, has_stepped=True)
-    if attached.misuse is not None:
-        attached.misuse.of_others = found
+def _version(grad: Tensor | None) -> int:
+    return 0 if grad is None else grad._version
