@@ -9,42 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp import active
 from amp.errors import warn
 from amp.masters.grads import grads_of, have_grads
-from amp.masters.master_weights import MasterWeights
 from amp.patching import Patch, Patches, around, modules_of_others, show_patched
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training.gradients import Gradients, State
 from amp.undo import Undo
 
 
-def _gradients_of(parameters: Sequence[Tensor]) -> list[Gradients]:
-    """Return the `Gradients` of the optimizers in open sessions that have one of the parameters.
+def _attached_of(parameters: Iterable[Tensor]) -> list[Any]:
+    """Return the `AttachedOptimizer`s in open sessions that have one of the parameters.
 
-    Without parameters, return those of all optimizers: the caller may have chosen by `.grad`.
+    Without parameters, return all: the caller may have chosen by `.grad`.
     """
     ids = set(map(id, parameters))
     return [
-        attached.gradients
+        attached
         for session in active.open_sessions()
         for attached in session.attached
         if not ids or not ids.isdisjoint(attached.gradients.groups.ids)
     ]
-
-
-def _masters_of(parameters: Sequence[Tensor]) -> set[MasterWeights]:
-    ids = set(map(id, parameters))
-    return {
-        session.masters
-        for session in active.open_sessions()
-        for attached in session.attached
-        if not ids.isdisjoint(attached.gradients.groups.ids)
-    }
 
 
 def patch_clipping(undo: Undo, has_masters: bool) -> None:
@@ -76,28 +66,29 @@ def patch_clipping(undo: Undo, has_masters: bool) -> None:
 
 def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Clip the gradients of masters in place of parameters that have one."""
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    stepped = _stepped_for(given, name)
-    return original((given if HAS_GRAD_DTYPE else stepped) or parameters, *args, **kwargs)
+    return original(_stepped_for(parameters, name) or parameters, *args, **kwargs)
 
 
-def _stepped_for(parameters: Sequence[Tensor], name: str) -> Sequence[Tensor]:
+def _stepped_for(parameters: Any, name: str) -> list[Tensor]:
     """Return masters in place of parameters that have one, with unscaled gradients."""
-    found = _gradients_of(parameters)
-    if not found:
-        return parameters
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    found = [attached.gradients for attached in _attached_of(given)]
     if not HAS_GRAD_DTYPE:
-        _warn_if_chosen_by_gradient(parameters, found, name)
+        _warn_if_chosen_by_gradient(given, found, name)
     master_of: dict[int, Tensor] = {}
-    for gradients in found if parameters else ():
-        groups = gradients.groups
-        if gradients.state is State.OPEN:
-            _warn_in_block(gradients, name)
-            continue
-        gradients.finish_delayed()
-        gradients.reconcile()
-        master_of |= zip(map(id, groups.models), groups.masters, strict=True)
-    return [master_of.get(id(parameter), parameter) for parameter in parameters]
+    for gradients in found if given else ():
+        groups, block = gradients.groups, gradients.open_block
+        if block is None:
+            gradients.finish_delayed()
+            gradients.reconcile()
+            master_of |= zip(map(id, groups.models), groups.masters, strict=True)
+        elif groups.pairs.have_grads() or not block.scaler.config.is_identity:
+            warn(
+                f"{name} was called inside amp.scale_loss, where gradients are multiplied by "
+                "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what "
+                "will be stepped. Call it after the block"
+            )  # else backward adds to the whole gradient, unscaled
+    return [master_of.get(id(parameter), parameter) for parameter in given]
 
 
 def _warn_if_chosen_by_gradient(
@@ -125,27 +116,12 @@ def _are_in_masters(gradients: Gradients) -> bool:
     return gradients.state is State.DEFERRED or have_grads(gradients.groups.masters)
 
 
-def _warn_in_block(gradients: Gradients, name: str) -> None:
-    block = gradients.open_block
-    if (
-        block is not None
-        and block.scaler.config.is_identity
-        and not gradients.groups.pairs.have_grads()
-    ):
-        return  # backward adds to the whole gradient, unscaled
-    warn(
-        f"{name} was called inside amp.scale_loss, where gradients are multiplied by "
-        "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what will be "
-        "stepped. Call it after the block"
-    )
-
-
 def _total_norm(
     name: str, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Warn if gradients are scaled, or lack those of masters, and return their norm."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    for gradients in _gradients_of(()):
+    for gradients in [attached.gradients for attached in _attached_of(())]:
         if gradients.state is not State.DELAYED and not _are_in_masters(gradients):
             continue
         groups, ids = gradients.groups, set(map(id, given))
@@ -178,30 +154,19 @@ def clip_by_weights(
         *args: further arguments of the function.
         **kwargs: likewise.
     """
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    stepped = _stepped_for(given, name)
+    stepped = _stepped_for(parameters, name)
     with ExitStack() as in_float32:
-        for masters in _masters_of(stepped):
+        for masters in {attached.masters for attached in _attached_of(stepped)}:
             own = [each for each in stepped if masters.model(each) is not None]
             in_float32.enter_context(masters.as_float32(own))
         return original(stepped, *args, **kwargs)
 
 
-class _AsStepped:
-    """A module's named parameters, with masters in place of those that have one."""
-
-    def __init__(self, module: nn.Module, name: str) -> None:
-        named = list(module.named_parameters())
-        stepped = _stepped_for([parameter for _, parameter in named], name)
-        self._named = [(each, p) for (each, _), p in zip(named, stepped, strict=True)]
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return iter(self._named)
-
-
 def _norms(name: str, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the norm of each gradient of a module, by the parameter's name."""
-    return original(_AsStepped(module, name), *args, **kwargs)
+    named = dict(module.named_parameters())
+    of_stepped = partial(zip, named, _stepped_for(named.values(), name), strict=True)
+    return original(SimpleNamespace(named_parameters=of_stepped), *args, **kwargs)
 
 
 def _grads_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
