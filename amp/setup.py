@@ -142,7 +142,7 @@ class Setup:
         for model in self._models:
             undo.callback(session.stay_with(model))
         session.models += map(weakref.ref, self._models)
-        session.synchronization.watch(self._models, undo)
+        session.synchronization.watch(self._models)
         if session.properties.protect_buffers and session.properties.loss_scaling.check:
             session.running_stats.watch(self._models, undo)
         if session.amax_history is not None:

@@ -6,7 +6,7 @@ between a block and the step: `clip_grad_norm_(model.parameters(), 1.0)` would f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
@@ -125,7 +125,7 @@ def _total_norm(
         if gradients.state is not State.DELAYED and not _are_in_masters(gradients):
             continue
         groups, ids = gradients.groups, set(map(id, given))
-        own, theirs = ({id(g) for g in _grads_of(p)} for p in (groups.unmastered, groups.masters))
+        own, theirs = [set(map(id, grads_of(x))) for x in (groups.unmastered, groups.masters)]
         is_about_them = not ids or not ids.isdisjoint(own)
         if gradients.state is State.DELAYED and (is_about_them or not ids.isdisjoint(theirs)):
             warn(
@@ -167,10 +167,6 @@ def _norms(name: str, original: Callable[..., Any], module: Any, *args: Any, **k
     named = dict(module.named_parameters())
     of_stepped = partial(zip, named, _stepped_for(named.values(), name), strict=True)
     return original(SimpleNamespace(named_parameters=of_stepped), *args, **kwargs)
-
-
-def _grads_of(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    return (grad for grad in grads_of(parameters) if grad is not None)
 
 
 _SCALED = "scaled gradients would be clipped; before torch 2.10, those of masters be passed over"

@@ -53,13 +53,10 @@ class RunningStatistics:
     def repair(self) -> None:
         """Replace values that are not finite by the last finite ones. No host sync."""
         for key, buffers in self._groups().items():
-            values = _joined(buffers)
-            finite = self._finite.get(key)
-            if finite is None or finite.shape != values.shape:  # the model has moved since
-                self._finite[key] = values
-                continue
+            values, finite = _joined(buffers), self._finite.get(key)
             is_finite = values.isfinite()
-            if is_on_host(values) and bool(is_finite.all()):
+            are_good = is_on_host(values) and bool(is_finite.all())
+            if are_good or finite is None or finite.shape != values.shape:  # the model has moved
                 self._finite[key] = values
                 continue
             self._finite[key] = finite = torch.where(is_finite, values, finite)

@@ -25,7 +25,6 @@ from amp.errors import AmpRuntimeError
 from amp.patching import Patch
 from amp.profiles.properties import Properties
 from amp.training.hidden_gradients import hide_in_backward
-from amp.undo import Undo
 
 
 class Synchronization:
@@ -49,13 +48,11 @@ class Synchronization:
         self._units: list[weakref.ref[Any]] = []
         self._fsdp1: list[weakref.ref[Any]] = []
         self._ddps: list[weakref.ref[Any]] = []
-        self._undo: weakref.ref[Undo] | None = None
         self.wrappers = 0
 
-    def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
-        """Watch the wrappers inside of models, and every DDP around them, until `undo`."""
+    def watch(self, models: Iterable[nn.Module]) -> None:
+        """Watch the wrappers inside of models, and every DDP that will be around them."""
         self._was_alone |= distributed.world_size() == 1
-        self._undo = weakref.ref(undo)
         for model in models:
             self._units += map(weakref.ref, sharded.units_of(model))
             self._fsdp1 += map(weakref.ref, sharded.fsdp1_modules(model))
@@ -68,8 +65,7 @@ class Synchronization:
             AmpRuntimeError: the process group was made after the session's masters.
         """
         own = set(map(id, self._named_parameters().values()))
-        undo = None if self._undo is None else self._undo()
-        if undo is None or own.isdisjoint(map(id, ddp._module_parameters)):
+        if own.isdisjoint(map(id, ddp._module_parameters)):
             return
         if self._has_masters and self._was_alone and distributed.world_size() > 1:
             raise AmpRuntimeError(
@@ -86,15 +82,9 @@ class Synchronization:
 
     def are_reduced(self, parameters: Sequence[Tensor]) -> bool:
         """Whether none of a model's parameters has a gradient that is still to be reduced."""
-        left = [
-            *(ddp._module_parameters for ddp in self.own_ddps() if not ddp._amp_reduces),
-            *(
-                sharded.parameters_of(unit)
-                for unit in _alive(self._units)
-                if sharded.has_unreduced(unit)
-            ),
-            *(module.parameters() for module in _alive(self._fsdp1) if sharded.has_unreduced1(module)),
-        ]
+        left = [ddp._module_parameters for ddp in self.own_ddps() if not ddp._amp_reduces]
+        left += map(sharded.parameters_of, filter(sharded.has_unreduced, _alive(self._units)))
+        left += [x.parameters() for x in filter(sharded.has_unreduced1, _alive(self._fsdp1))]
         if not left:
             return True
         own = set(map(id, parameters))

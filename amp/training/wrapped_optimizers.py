@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from amp.kernels.tensor_lists import are_same
+
 
 def is_optimizer(value: Any) -> bool:
     """Whether `value` is an optimizer, or a wrapper that looks like one, such as apex's LARC."""
@@ -45,11 +47,7 @@ def _held_by(optimizer: Any) -> Any:
 
 def _share_groups(a: Any, b: Any) -> bool:
     ours, theirs = getattr(a, "param_groups", None), b.param_groups
-    if ours is theirs:
-        return True
-    if not isinstance(ours, list) or not ours or len(ours) != len(theirs):
-        return False
-    return all(x is y for x, y in zip(ours, theirs, strict=True))
+    return ours is theirs or (isinstance(ours, list) and bool(ours) and are_same(ours, theirs))
 
 
 def own_methods(optimizer: Any) -> Iterator[str]:
