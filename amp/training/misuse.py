@@ -43,13 +43,13 @@ class Misuse:
         self.has_found = self.was_in_block = has_stepped
         self.of_others: list[Tensor] = []
         """The parameters that a scaled loss of other optimizers has given gradients."""
-        self._unchanged: int | None = None if has_stepped else 0
-        """How many steps have changed no master; None once one has, or it is not asked any more."""
+        self._to_compare = 0 if has_stepped else 2
+        """How many more steps may change no master."""
 
     @property
     def is_over(self) -> bool:
         """Whether there is nothing left to look at."""
-        return self.has_stepped and self._unchanged is None and not self.of_others
+        return self.has_stepped and not (self._to_compare or self.of_others)
 
     # Gradients of others.
 
@@ -69,7 +69,7 @@ class Misuse:
 
     def step_begins(self) -> tuple[Tensor, int, Tensor] | None:
         """Look at a step that is about to be taken; return what `step_has_ended` compares."""
-        compares = self._unchanged is not None and self.attached.gradients.groups.have_grads()
+        compares = self._to_compare and self.attached.gradients.groups.have_grads()
         if compares and not self.has_stepped:
             self.has_stepped = True
             self._warn_if_unscaled()
@@ -80,7 +80,7 @@ class Misuse:
     def closure_has_ended(self) -> None:
         """Look at a step with a closure that was taken."""
         if not self.has_stepped and self.attached.gradients.groups.have_grads():
-            self.has_stepped, self._unchanged = True, None
+            self.has_stepped, self._to_compare = True, 0
             self._warn_if_unscaled()
 
     def step_has_ended(self, before: tuple[Tensor, int, Tensor] | None) -> None:
@@ -95,20 +95,17 @@ class Misuse:
         if before is None or self.attached.step.was_skipped:
             return
         master, version, values = before
-        if master._version != version or not torch.equal(master, values):
-            self._unchanged = None
-            return
         optimizer = self.attached.optimizer
-        self._unchanged = (self._unchanged or 0) + 1
-        if self._unchanged == 1 and master in optimizer.state:
-            return
-        self._unchanged = None
-        warn(
-            f"{type(optimizer).__name__}.step() has changed nothing of an FP32 master with a "
-            "gradient, so the model is not trained. An optimizer that keeps a list or a table of "
-            "parameters from when it was made updates 16-bit weights that masters overwrite. Let it "
-            "use group['params'] in each step, or choose a level without masters, such as 'O4'"
-        )
+        was_changed = master._version != version or not torch.equal(master, values)
+        is_begun = self._to_compare == 2 and master in optimizer.state
+        self._to_compare = 1 if is_begun and not was_changed else 0
+        if not (was_changed or is_begun):
+            warn(
+                f"{type(optimizer).__name__}.step() has changed nothing of an FP32 master with a "
+                "gradient, so the model is not trained. An optimizer that keeps a list or a table of "
+                "parameters from when it was made updates 16-bit weights that masters overwrite. Let "
+                "it use group['params'] in each step, or choose a level without masters, such as 'O4'"
+            )
 
     def _copy_to_compare(self) -> tuple[Tensor, int, Tensor] | None:
         """Return a master with a gradient, its version, and a copy: the first steps must change it.
@@ -121,7 +118,7 @@ class Misuse:
         is_fused = any(group.get("fused") for group in attached.optimizer.param_groups)
         may_not_tell = attached.is_wrapped or is_fused or _get_current_dispatch_mode()
         if may_not_tell or not (attached.masters.are_whole and groups.masters):
-            self._unchanged = None
+            self._to_compare = 0
             return None
         master = next((each for each in groups.masters if each.grad is not None), None)
         return None if master is None else (master, master._version, master.detach().clone())

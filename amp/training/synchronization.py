@@ -22,7 +22,7 @@ from amp import active, distributed
 from amp.casting import sharded
 from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError
-from amp.patching import Patch
+from amp.patching import Patch, around
 from amp.profiles.properties import Properties
 from amp.training.hidden_gradients import hide_in_backward
 
@@ -132,22 +132,18 @@ def _post_forward(self: Any, output: Any) -> Any:
     return output
 
 
-def _make_init(original: Callable[..., None]) -> Callable[..., None]:
-    """Let sessions know of each DDP that is made."""
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        original(self, *args, **kwargs)
-        for session in active.open_sessions():
-            session.synchronization.introduce(self)
-
-    return __init__
+def _init(original: Callable[..., None], ddp: Any, *args: Any, **kwargs: Any) -> None:
+    """Make a DDP, and let sessions know of it."""
+    original(ddp, *args, **kwargs)
+    for session in active.open_sessions():
+        session.synchronization.introduce(ddp)
 
 
 PATCHES = (
     Patch(
         ("torch.nn.parallel.distributed.DistributedDataParallel",),
         "__init__",
-        _make_init,
+        around(_init),
         "gradients of `no_sync` would be unscaled before they are reduced, and ranks would drift apart",
     ),
 )

@@ -53,8 +53,6 @@ def _share_groups(a: Any, b: Any) -> bool:
 def own_methods(optimizer: Any) -> Iterator[str]:
     """Yield the names of an optimizer's public methods that `torch.optim.Optimizer` does not have."""
     for cls in type(optimizer).__mro__:
-        if cls is torch.optim.Optimizer or cls is object:
-            continue
         for name, value in vars(cls).items():
             is_method = isinstance(value, FunctionType) and not name.startswith("_")
             if is_method and not hasattr(torch.optim.Optimizer, name):
