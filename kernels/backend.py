@@ -13,6 +13,7 @@ import os
 import shutil
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp.kernels.language import INTERPRETED, MISSING, jit, launch, tl, triton
 
@@ -53,6 +54,11 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
             f"with TRITON_INTERPRET=1 the CPU instead. Leave {source} out to run them in plain torch."
         )
     return True
+
+
+def is_eager() -> bool:
+    """Whether nothing watches operations, as a diagnosis does, or compiles them."""
+    return _get_current_dispatch_mode() is None and not torch.compiler.is_compiling()
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ Memory bandwidth limits a step, and eager torch goes through memory for each ope
 loop reads and writes each tensor once, on as many threads as torch uses, and one call steps all tensors
 of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions in
 place of tensors. Vectors and conversions are those of torch's own CPU kernels. Compiled loops are kept
-for later processes. `amp.kernels.merge` is a loop of the same kind.
+for later processes. Merges of masters (`amp.kernels.master_copy`) are a loop of the same kind.
 
 `torch.compile` makes a loop of the formula too, but for one tensor: each of hundreds would take a call
 with guards and views, and the first step would import and run all of Inductor.
@@ -165,23 +165,6 @@ def rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Seque
     sizes = [lists[0].kind.sizes[i] for i in indices]
     rows = list(itertools.chain.from_iterable(zip(*addresses, sizes, *columns, strict=True)))
     return (ctypes.c_int64 * len(rows))(*rows)
-
-
-def table_of(
-    first: TensorList, second: TensorList, number: int, is_kept: bool = True
-) -> tuple[Any, int, Sequence[int]]:
-    """Return rows of two lists and a number, how many, and the indices of tensors that no loop takes.
-
-    Rows that are kept serve as long as both lists are these objects: their tensors are where they were.
-    """
-    if second.table is None or second.table[0] is not first:
-        second.table = first, flat_and_others([first, second], range(len(first))), {}
-    _, (flat, left), kept = second.table
-    rows = kept.get(number) if is_kept else None
-    if rows is None:
-        rows = rows_of([first, second], flat, [number] * len(flat))
-        kept |= {number: rows} if is_kept else {}
-    return rows, len(flat), left
 
 
 def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> bool:

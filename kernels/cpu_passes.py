@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from amp.kernels.backend import requested
+from amp.kernels.backend import is_eager, requested
 from amp.kernels.compiled_library import load_or_log, read_source
 from amp.kernels.philox import MULTIPLIERS, ROUNDS, WEYL, Draw
 
@@ -58,9 +57,7 @@ def take(*tensors: Tensor, backend: str | None = None) -> bool:
 
     Where a mode watches operations, as that of a diagnosis does, eager torch runs them.
     """
-    if torch.compiler.is_compiling() or requested(backend)[0]:
-        return False
-    if _get_current_dispatch_mode() is not None:
+    if requested(backend)[0] or not is_eager():
         return False
     for each in tensors:
         if type(each) not in (Tensor, torch.nn.Parameter) or each.device.type != "cpu":

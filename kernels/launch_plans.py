@@ -344,21 +344,23 @@ def merge_flag(flag: Any, found: Any) -> None:
 
 
 class Elementwise(NamedTuple):
-    """An operation on the corresponding elements of lists of tensors: unscale, axpby, copies.
+    """An operation on the corresponding elements of lists of tensors: unscale, axpby, copies, merges.
 
     Attributes:
         kernel: for Triton, with the arguments `rows, chunks, ..., DTYPES, BLOCK`; see
             `amp.kernels.language`.
         reference: the same in plain torch, on lists of tensors of one device and combination of dtypes,
             where the flags are too.
-        writes: how many lists are written; they are the last ones.
+        writes: how many lists are written and get a new version; they are the last ones.
         block: the number of elements of a chunk.
+        flag: the name of the argument, float32 `[1]` or None, that kernel and reference set.
     """
 
     kernel: Any
     reference: Callable[..., None]
     writes: int
     block: int
+    flag: str = "found_inf"
 
     @without_grad
     def run(
@@ -375,10 +377,9 @@ class Elementwise(NamedTuple):
             backend: see `amp.kernels.backend`.
             bad_steps: where a check records the tensors that are not finite.
             **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
-                `found_inf`, if there is one, is written.
         """
-        found_inf = arguments.get("found_inf")
-        if (found_inf is None or found_inf.is_cpu) and takes_at_once(lists, backend):
+        flag = arguments.get(self.flag)
+        if (flag is None or flag.is_cpu) and takes_at_once(lists, backend):
             self.reference(*lists, **arguments)
             return
         known = {id(tensors): dense(tensors) for tensors in lists}  # a list given twice: once
@@ -386,15 +387,13 @@ class Elementwise(NamedTuple):
         todo = plan(*columns, block=self.block, backend=backend)
         for each in todo.launches:
             here = {name: number_on(each.device, value) for name, value in arguments.items()}
-            if "found_inf" in arguments:
-                here["found_inf"] = flag_on(each.device, found_inf)
-                here |= BadSteps.on(each.device, bad_steps)
-            each.run(self.kernel, **here, BLOCK=self.block)
-            merge_flag(found_inf, here.get("found_inf"))
+            here[self.flag] = flag_on(each.device, flag)
+            each.run(self.kernel, **here, **BadSteps.on(each.device, bad_steps), BLOCK=self.block)
+            merge_flag(flag, here[self.flag])
         for same in todo.fallback:
             chosen = [[tensors[i] for i in same] for tensors in columns]
-            if "found_inf" in arguments:
-                arguments["found_inf"] = flag_on(chosen[0][0].device, found_inf)
+            if flag is not None:
+                arguments[self.flag] = flag_on(chosen[0][0].device, flag)
             self.reference(*chosen, **arguments)
-            merge_flag(found_inf, arguments.get("found_inf"))
+            merge_flag(flag, arguments.get(self.flag))
         torch.autograd.graph.increment_version(list(chain(*lists[len(lists) - self.writes :])))

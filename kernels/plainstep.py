@@ -23,7 +23,7 @@ from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
 from amp.kernels.interrupts import Change, Changes, at_once, without_grad
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
-from amp.kernels.merge import merged
+from amp.kernels.master_copy import merged
 from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
 from amp.kernels.rule import Formula, Origin, Prepared, StepArguments, Streams, singles
 from amp.kernels.split import decode, encode

@@ -5,12 +5,13 @@
     model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
     step = t
 
-A step that merges first takes what other code has written to the models, as `amp.kernels.merge` does,
-but steps, and so writes, all elements. Instead of having a model, a parameter may be a 16-bit weight
-that forms a master with its `low` half; see `amp.kernels.split`. Two moments may be packed in one
-int16. These, moments in bfloat16 and low halves in int8 are rounded stochastically: up or down at
-random, with the right mean. The random bits of an element depend on its `Origin` and the step, whatever
-else is stepped with it, and however the tensor is divided among ranks; see `amp.kernels.packing`.
+A step that merges first takes what other code has written to the models, as a merge does that
+`amp.kernels.master_copy` describes, but it steps, and so writes, all elements. Instead of having a
+model, a parameter may be a 16-bit weight that forms a master with its `low` half; see
+`amp.kernels.split`. Two moments may be packed in one int16. These, moments in bfloat16 and low halves
+in int8 are rounded stochastically: up or down at random, with the right mean. The random bits of an
+element depend on its `Origin` and the step, whatever else is stepped with it, and however the tensor is
+divided among ranks; see `amp.kernels.packing`.
 
 If `found_inf` is not 0, nothing is written: a skipped step does not count. Nor do steps of a tensor
 without elements. An `UpdateRule` is the formula of one optimizer, for Triton and for plain torch.
@@ -56,7 +57,7 @@ from amp.kernels.language import (
     tl,
 )
 from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan
-from amp.kernels.merge import merged_block
+from amp.kernels.master_copy import merged_block
 from amp.kernels.packing import NEAREST, bfloat16_bits, inverse, mixed, packed, unpacked
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, StepArguments, UpdateRule, quotient, square_root

@@ -65,7 +65,7 @@ class TensorList(list[Tensor]):
         super().__init__(tensors)
         self._like = like
         self.table: Any = None
-        """What `cpu_loop.table_of` has made of this list and another."""
+        """What a merge of these masters prepares for the next one; see `amp.kernels.master_copy`."""
         if like is not None:
             self.device = like.device
             if dtype is not None:

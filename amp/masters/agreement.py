@@ -225,7 +225,7 @@ class Pairs:
                 if pair.is_joined:
                     merge_joined(pair)
         elif self.pairs:
-            kernels.merge.merge(*self._comparable())
+            kernels.master_copy.merge(*self._comparable())
 
     @without_grad
     def differing(self) -> frozenset[Pair]:
@@ -236,11 +236,12 @@ class Pairs:
         if not (self._are_whole and self.pairs):
             return frozenset()
         models, masters = self._comparable()
-        if not models or not kernels.merge.differ(models, masters).item():
+        if not models or not kernels.master_copy.differ(models, masters).item():
             return frozenset()
         sides = [(local(pair.parameter), local(pair.master)) for pair in self.pairs]
         there = [not (has_no_memory(model) or has_no_memory(master)) for model, master in sides]
-        flags = [kernels.merge.differ([model], [master]) for model, master in compress(sides, there)]
+        differ = kernels.master_copy.differ
+        flags = [differ([model], [master]) for model, master in compress(sides, there)]
         found = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
         return frozenset(compress(compress(self.pairs, there), found))
 
@@ -267,7 +268,7 @@ class Pairs:
         elif all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
             if self.are_plain:
                 self.now()
-                kernels.merge.round_back(self.model_list, self.master_list)
+                kernels.master_copy.round_back(self.model_list, self.master_list)
             else:
                 kernels.master_copy.master_copy(self.masters, self.models)
         else:

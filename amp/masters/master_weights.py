@@ -203,7 +203,7 @@ class MasterWeights:
         parameter = pair.parameter
         if self.are_ahead or parameter.is_meta or has_no_memory(local(parameter)):
             return self.values(pair)
-        merged = kernels.merge.merged(local(parameter), local(pair.master))
+        merged = kernels.master_copy.merged(local(parameter), local(pair.master))
         return distributed.shard_like(merged, pair.master)
 
     def to_save(self, pair: Pair, state_dict: Any) -> Tensor:

@@ -2,9 +2,9 @@
 
 The parameter is the truth, and its master holds the value that it rounds. However other code writes to
 the parameter, the next step goes on from there, because masters take over what differs before each step
-(`amp.kernels.merge`). So nothing has to be known about the values of parameters. A write to a master
-shows in its version or its address; one through its `.data` shows in neither, but a `Master` notes that
-its `.data` was taken.
+(`amp.kernels.master_copy`). So nothing has to be known about the values of parameters. A write to a
+master shows in its version or its address; one through its `.data` shows in neither, but a `Master`
+notes that its `.data` was taken.
 """
 
 from __future__ import annotations

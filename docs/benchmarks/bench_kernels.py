@@ -30,8 +30,7 @@ from amp.kernels.adam import ADAMW
 from amp.kernels.axpby import axpby
 from amp.kernels.l2norm import l2norm
 from amp.kernels.language import triton
-from amp.kernels.master_copy import master_copy
-from amp.kernels.merge import merge
+from amp.kernels.master_copy import master_copy, merge
 from amp.kernels.stepping import step
 from amp.kernels.unscale import check, unscale
 

@@ -20,7 +20,6 @@ from amp.kernels import (
     lamb,
     lion,
     master_copy,
-    merge,
     novograd,
     sgd,
     split,
@@ -148,9 +147,9 @@ for source, target in ((F32, F16), (F32, BF16), (F16, F32), (F64, F16), (F64, BF
         [SIZE[target]],
     )
 for source in (F16, BF16):
-    constants = {"DTYPES": (source, F32), "BLOCK": merge.BLOCK}
-    CASES[f"merge {source}"] = Case(merge.merge_kernel, {**constants, "flag": None}, [2, 4], [4])
-    CASES[f"differ {source}"] = Case(merge.merge_kernel, constants, [2, 4])
+    constants = {"DTYPES": (source, F32), "BLOCK": master_copy.MERGE_BLOCK}
+    CASES[f"merge {source}"] = Case(master_copy.merge_kernel, {**constants, "flag": None}, [2, 4], [4])
+    CASES[f"differ {source}"] = Case(master_copy.merge_kernel, constants, [2, 4])
 rules = {
     "adam": adam.ADAMW,
     "momentum sgd": sgd.MOMENTUM_SGD,

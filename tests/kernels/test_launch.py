@@ -22,7 +22,6 @@ from amp.kernels import (
     language,
     launch_plans,
     master_copy,
-    merge,
     quantize,
     quantize_fp4,
     quantize_tiles,
@@ -50,7 +49,7 @@ KERNELS = (
     l2norm.norms_kernel,
     l2norm.squares_kernel,
     master_copy.copy_kernel,
-    merge.merge_kernel,
+    master_copy.merge_kernel,
     split.join_kernel,
     split.split_kernel,
     stepping.step_kernel,
@@ -189,7 +188,7 @@ def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]
             axpby.axpby(one, halves, 1.0, floats, floats, flag)
             l2norm.l2norm(halves, one, found_inf=flag, max_norm=2)
             master_copy.master_copy(floats, halves)
-            merge.merge(halves, floats)
+            master_copy.merge(halves, floats)
             adam_step(floats, halves, models=halves, inv_scale=one, clip=one, found_inf=flag)
             lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
             split.split(floats, halves, lows)
@@ -216,8 +215,8 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
     assert variants["step_kernel"] == 6
     adam_step(floats, floats, merges=True)  # without models
     assert variants["step_kernel"] == 6
-    merge.merge(halves, floats)
-    merge.differ(halves, floats)
+    master_copy.merge(halves, floats)
+    master_copy.differ(halves, floats)
     assert variants["merge_kernel"] == 2
     lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
     adam_step(halves, halves, lows=lows, origins=[Origin(3)] * len(halves))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp.kernels import axpby, cpu_loop, l2norm, master_copy, merge, plainstep, unscale
+from amp.kernels import axpby, cpu_loop, l2norm, master_copy, plainstep, unscale
 from amp.kernels.adagrad import ADAGRAD
 from amp.kernels.adam import ADAM
 from amp.kernels.foreach import by_dtypes
@@ -202,8 +202,8 @@ def test_operations_on_many_tensors_take_few_launches(operation: str) -> None:
             "l2norm": lambda: l2norm.l2norm(halves, inv_scale, found_inf=found),
             "axpby": lambda: axpby.axpby(1.0, halves, 2.0, floats, floats, found),
             "master_copy": lambda: master_copy.master_copy(floats, halves),
-            "merge": lambda: merge.merge(halves, floats),
-            "differ": lambda: merge.differ(halves, floats),
+            "merge": lambda: master_copy.merge(halves, floats),
+            "differ": lambda: master_copy.differ(halves, floats),
         }[operation]()
     assert launches.count <= 20
 

@@ -15,7 +15,7 @@ from amp.kernels.adam import ADAM, ADAMW
 from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
 from amp.kernels.lion import LION
-from amp.kernels.merge import merge
+from amp.kernels.master_copy import merge
 from amp.kernels.novograd import NOVOGRAD
 from amp.kernels.rule import Origin, UpdateRule
 from amp.kernels.sgd import MOMENTUM_SGD, SGD
