@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -52,24 +53,31 @@ def _library() -> Any:
     return library
 
 
-def take(*tensors: Tensor, backend: str | None = None) -> bool:
+def take(*tensors: Tensor | None, backend: str | None = None) -> bool:
     """Whether these passes take tensors: on the CPU, with values, contiguous, not in compiled code.
 
     Where a mode watches operations, as that of a diagnosis does, eager torch runs them.
     """
     if requested(backend)[0] or not is_eager():
         return False
-    for each in tensors:
+    given = [each for each in tensors if each is not None]
+    for each in given:
         if type(each) not in (Tensor, torch.nn.Parameter) or each.device.type != "cpu":
             return False
         if not each.is_contiguous() or not each.numel():
             return False
     is_known = _library.cache_info().currsize > 0
-    is_worth_it = max(each.numel() for each in tensors) >= WORTH_COMPILING
+    is_worth_it = max(each.numel() for each in given) >= WORTH_COMPILING
     return (is_known or is_worth_it) and _library() is not None
 
 
-def _sides(x: Tensor, counts: tuple[int, int], columns: int) -> tuple[int, int, int, int]:
+def _run(name: str, *arguments: Any) -> None:
+    """Run a pass, which takes the addresses of tensors."""
+    own = [each.data_ptr() if isinstance(each, Tensor) else each for each in arguments]
+    getattr(_library(), name)(*own)
+
+
+def _sides(x: Tensor, counts: Sequence[int], columns: int) -> tuple[int, int, int, int]:
     """Return the rows and columns of a matrix, and the height and width of its blocks."""
     return len(x), columns, len(x) // counts[0], columns // counts[1]
 
@@ -77,8 +85,7 @@ def _sides(x: Tensor, counts: tuple[int, int], columns: int) -> tuple[int, int, 
 def amax_of(x: Tensor, counts: tuple[int, int]) -> Tensor:
     """Return the largest magnitude of each of `counts` blocks, float32; inf where one is inf or NaN."""
     largest = torch.empty(counts, dtype=torch.float32, device="cpu")
-    sides = _sides(x, counts, x.shape[1])
-    _library().amaxes(x.data_ptr(), _TYPES[x.dtype], *sides, largest.data_ptr(), _threads())
+    _run("amaxes", x, _TYPES[x.dtype], *_sides(x, counts, x.shape[1]), largest, _threads())
     return largest
 
 
@@ -96,9 +103,8 @@ def scales(
     """
     factors = torch.empty_like(amax)
     inverse = torch.empty_like(amax, dtype=torch.uint8 if as_exponents else torch.float32)
-    to = (None, inverse.data_ptr()) if as_exponents else (inverse.data_ptr(), None)
-    own = None if given is None else given.data_ptr()
-    _library().scales(amax.data_ptr(), amax.numel(), largest, power_of_2, own, factors.data_ptr(), *to)
+    to = (None, inverse) if as_exponents else (inverse, None)
+    _run("scales", amax, amax.numel(), largest, power_of_2, given, factors, *to)
     return factors, inverse
 
 
@@ -106,61 +112,36 @@ def two_levels(amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Do `amp.kernels.fp4.two_levels`."""
     of_blocks, factors = torch.empty_like(amax, dtype=torch.float8_e4m3fn), torch.empty_like(amax)
     outer = torch.empty((), dtype=torch.float32, device="cpu")
-    to = of_blocks.data_ptr(), factors.data_ptr(), outer.data_ptr()
-    _library().two_levels(amax.data_ptr(), amax.numel(), *to)
+    _run("two_levels", amax, amax.numel(), of_blocks, factors, outer)
     return of_blocks, factors, outer
 
 
 def to_fp8(x: Tensor, factors: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a matrix in FP8, times the float32 factors `[down, across]` of its blocks."""
-    factors = factors.contiguous()
     values = torch.empty(x.shape, dtype=dtype, device="cpu")
-    sides = _sides(x, (factors.shape[0], factors.shape[1]), x.shape[1])
-    is_e4m3 = dtype is torch.float8_e4m3fn
-    _library().to_fp8(
-        x.data_ptr(),
-        _TYPES[x.dtype],
-        *sides,
-        factors.data_ptr(),
-        is_e4m3,
-        values.data_ptr(),
-        _threads(),
-    )
+    sides = _sides(x, factors.shape, x.shape[1])
+    to = dtype is torch.float8_e4m3fn, values, _threads()
+    _run("to_fp8", x, _TYPES[x.dtype], *sides, factors, *to)
     return values
 
 
 def to_fp4(x: Tensor, factors: Tensor, draw: Draw | None) -> Tensor:
     """Return a matrix in FP4, uint8 `[R, C / 2]`, times the factors `[down, across]` of its blocks."""
-    factors = factors.contiguous()
     values = torch.empty(len(x), x.shape[1] // 2, dtype=torch.uint8, device="cpu")
-    sides = _sides(x, (factors.shape[0], factors.shape[1]), x.shape[1])
-    of_draw: tuple[int | None, int, int, int] = (None, 0, 0, 0)
+    sides = _sides(x, factors.shape, x.shape[1])
+    of_draw: tuple[Any, ...] = (None, 0, 0, 0)
     if draw is not None:
-        of_draw = (draw.calls.data_ptr(), draw.seed, draw.name, draw.last_word)
-    _library().to_fp4(
-        x.data_ptr(),
-        _TYPES[x.dtype],
-        *sides,
-        factors.data_ptr(),
-        *of_draw,
-        values.data_ptr(),
-        _threads(),
-    )
+        of_draw = draw.calls, draw.seed, draw.name, draw.last_word
+    to = *of_draw, values, _threads()
+    _run("to_fp4", x, _TYPES[x.dtype], *sides, factors, *to)
     return values
 
 
 def transformed(x: Tensor, padded: int, signs: tuple[int, ...]) -> Tensor:
     """Return the transpose `[K, padded]` with the Hadamard transform of each 16 numbers, bfloat16."""
     values = torch.empty(x.shape[1], padded, dtype=torch.bfloat16, device="cpu")
-    _library().transform(
-        x.data_ptr(),
-        _TYPES[x.dtype],
-        *x.shape,
-        padded,
-        (ctypes.c_float * 16)(*signs),
-        values.data_ptr(),
-        _threads(),
-    )
+    to = (ctypes.c_float * 16)(*signs), values, _threads()
+    _run("transform", x, _TYPES[x.dtype], *x.shape, padded, *to)
     return values
 
 
@@ -172,28 +153,18 @@ def decoded(values: Tensor, scales: Tensor | None, columns: int) -> Tensor:
         scales: float32 `[down, across]`; None is 1.
         columns: of the result.
     """
-    scales = (
-        torch.ones(1, 1, dtype=torch.float32, device="cpu") if scales is None else scales.contiguous()
-    )
+    if scales is None:
+        scales = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     result = torch.empty(len(values), columns, dtype=torch.float32, device="cpu")
-    sides = _sides(values, (scales.shape[0], scales.shape[1]), columns)
-    _library().decode(
-        values.data_ptr(),
-        _FORMATS[values.dtype],
-        *sides,
-        scales.data_ptr(),
-        result.data_ptr(),
-        _threads(),
-    )
+    sides = _sides(values, scales.shape, columns)
+    _run("decode", values, _FORMATS[values.dtype], *sides, scales, result, _threads())
     return result
 
 
 def transposed(x: Tensor, padded: int) -> Tensor:
     """Return the transpose of a matrix, its rows padded with zeros; elements have 1, 2 or 4 bytes."""
     result = torch.empty(x.shape[1], padded, dtype=x.dtype, device="cpu")
-    _library().transpose(
-        x.data_ptr(), x.element_size(), *x.shape, padded, result.data_ptr(), _threads()
-    )
+    _run("transpose", x, x.element_size(), *x.shape, padded, result, _threads())
     return result
 
 

@@ -65,7 +65,7 @@ def run(
     hadamard: bool,
     draw: Draw | None,
 ) -> Quantized:
-    """Do `quantize_fp4` for a matrix that `quantize_tiles.takes`."""
+    """Do `quantize_fp4` for a matrix that `quantize_tiles.take` allows."""
     rows, columns = x.shape
     padded = columns_of(rows, granularity)
     of_rows = _new_operand(x, granularity, rows, columns) if by_row else None

@@ -201,7 +201,7 @@ def _scales(
     """Return the factors of blocks, and their inverse as an operand has it, both `[down, across]`."""
     is_mx = granularity == "1x32"
     power_of_2 = power_of_2 or is_mx
-    if cpu_passes.take(amax, *(() if factor is None else (factor,)), backend=backend):
+    if cpu_passes.take(amax, factor, backend=backend):
         return cpu_passes.scales(amax, torch.finfo(dtype).max, power_of_2, is_mx, factor)
     used = factor_of(amax, dtype, power_of_2, keeps_zero=not is_mx)
     if factor is not None:
@@ -338,7 +338,7 @@ def decoded(values: Tensor, scales: Tensor | None = None) -> Tensor:
     torch's own cast is a loop over single numbers on the CPU.
     """
     is_fp4 = values.dtype is torch.uint8
-    if values.element_size() == 1 and cpu_passes.take(values, *(() if scales is None else (scales,))):
+    if values.element_size() == 1 and cpu_passes.take(values, scales):
         return cpu_passes.decoded(values, scales, values.shape[1] * (2 if is_fp4 else 1))
     numbers = unpacked(values) if is_fp4 else values.float()  # nothing is done to float32
     return numbers if scales is None else times(numbers, scales)

@@ -33,11 +33,9 @@ import torch
 from torch import Tensor
 
 from amp.kernels import quantize_tiles
-from amp.kernels.backend import uses_triton
 from amp.kernels.fp8 import (
     DTYPES,
     MULTIPLE,
-    SIDE,
     SOURCES,
     Granularity,
     Part,
@@ -76,36 +74,30 @@ def quantize(
     Raises:
         ValueError: a dtype, granularity or shape that is not listed here.
     """
-    _check(x, dtype, granularity, by_row, factor)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
+    check_matrix(x, granularity, get_args(Granularity), by_row)
+    if factor is not None and granularity != "tensor":
+        raise ValueError(f"a factor is for granularity='tensor', and not for '{granularity}'")
     x = x.detach().contiguous()
     arguments = (dtype, granularity, by_row, by_column, power_of_2, factor, part)
-    uses_tiles = not torch.compiler.is_compiling() and x.numel() and uses_triton(x.device, backend)
-    if uses_tiles and quantize_tiles.takes(x):
+    if quantize_tiles.take(x, backend):
         return quantize_tiles.run(x, *arguments)
     return quantize_reference(x, *arguments, backend)
 
 
-def _check(
-    x: Tensor, dtype: torch.dtype, granularity: str, by_row: bool, factor: Tensor | None
-) -> None:
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
-    if granularity not in get_args(Granularity):
-        raise ValueError(
-            f"granularity={granularity!r} is not one of {', '.join(get_args(Granularity))}"
-        )
+def check_matrix(x: Tensor, granularity: str, allowed: tuple[str, ...], by_row: bool) -> None:
+    """Raise ValueError unless `x` is a matrix that can have scales of a granularity."""
+    if granularity not in allowed:
+        raise ValueError(f"granularity={granularity!r} is not one of {', '.join(allowed)}")
     if x.dim() != 2 or x.dtype not in SOURCES:
         raise ValueError(
             f"x is {x.dtype} of shape {tuple(x.shape)}; give a matrix in float16, bfloat16 or float32"
         )
-    multiple = MULTIPLE[granularity]
+    multiple, of_squares = MULTIPLE[granularity], granularity in ("128x128", "16x16")
     rows, columns = x.shape
-    if (by_row and columns % multiple) or (
-        granularity == "128x128" and (rows % SIDE or columns % SIDE)
-    ):
+    if (columns % multiple and (by_row or of_squares)) or (rows % multiple and of_squares):
         raise ValueError(
             f"x has shape {tuple(x.shape)}, and scales for '{granularity}' need "
-            f"{'both dimensions' if granularity == '128x128' else 'rows'} of a multiple of {multiple}"
+            f"{'both dimensions' if of_squares else 'rows'} of a multiple of {multiple}"
         )
-    if factor is not None and granularity != "tensor":
-        raise ValueError(f"a factor is for granularity='tensor', and not for '{granularity}'")

@@ -37,15 +37,14 @@ from __future__ import annotations
 
 from typing import get_args
 
-import torch
 from torch import Tensor
 
 from amp.kernels import fp4_tiles, quantize_tiles
-from amp.kernels.backend import uses_triton
 from amp.kernels.fp4 import quantize_reference
-from amp.kernels.fp8 import MULTIPLE, SOURCES, Fp4Granularity, Quantized
+from amp.kernels.fp8 import Fp4Granularity, Quantized
 from amp.kernels.interrupts import without_grad
 from amp.kernels.philox import Draw
+from amp.kernels.quantize import check_matrix
 
 
 @without_grad
@@ -74,32 +73,13 @@ def quantize_fp4(
     Raises:
         ValueError: a dtype, granularity or shape that is not listed here.
     """
-    _check(x, granularity, by_row, hadamard)
-    x = x.detach().contiguous()
-    arguments = (granularity, by_row, by_column, hadamard, draw)
-    uses_tiles = not torch.compiler.is_compiling() and x.numel() and uses_triton(x.device, backend)
-    if uses_tiles and quantize_tiles.takes(x):
-        return fp4_tiles.run(x, *arguments)
-    return quantize_reference(x, *arguments, backend)
-
-
-def _check(x: Tensor, granularity: str, by_row: bool, hadamard: bool) -> None:
-    if granularity not in get_args(Fp4Granularity):
-        raise ValueError(
-            f"granularity={granularity!r} is not one of {', '.join(get_args(Fp4Granularity))}"
-        )
-    if x.dim() != 2 or x.dtype not in SOURCES:
-        raise ValueError(
-            f"x is {x.dtype} of shape {tuple(x.shape)}; give a matrix in float16, bfloat16 or float32"
-        )
-    multiple = MULTIPLE[granularity]
-    rows, columns = x.shape
-    if (by_row and columns % multiple) or (granularity == "16x16" and (rows % 32 or columns % 32)):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)}, and scales for '{granularity}' need "
-            f"{'both dimensions' if granularity == '16x16' else 'rows'} of a multiple of {multiple}"
-        )
+    check_matrix(x, granularity, get_args(Fp4Granularity), by_row)
     if hadamard and granularity == "16x16":
         raise ValueError(
             "hadamard is for '1x16' and '1x32': squares are the weights' in forward and back"
         )
+    x = x.detach().contiguous()
+    arguments = (granularity, by_row, by_column, hadamard, draw)
+    if quantize_tiles.take(x, backend):
+        return fp4_tiles.run(x, *arguments)
+    return quantize_reference(x, *arguments, backend)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.kernels.backend import uses_triton
 from amp.kernels.fp8 import (
     E8M0_NAN,
     GROUP,
@@ -71,9 +72,11 @@ def casts_in_software(device: torch.device) -> bool:
     return "gfx94" in torch.cuda.get_device_properties(device).gcnArchName
 
 
-def takes(x: Tensor) -> bool:
-    """Whether these kernels, which move 128 bits at a time, take a matrix."""
-    return x.shape[1] % 16 == 0 and x.is_contiguous() and x.data_ptr() % 16 == 0
+def take(x: Tensor, backend: str | None) -> bool:
+    """Whether these kernels, which move 128 bits at a time, take a contiguous matrix."""
+    if torch.compiler.is_compiling() or not (x.numel() and uses_triton(x.device, backend)):
+        return False
+    return x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0
 
 
 def run(
@@ -199,7 +202,7 @@ def _run_by_row(what: dict[str, Any], scales: dict[str, Any], part: Part | None)
 
 
 tiled_jit = functools.partial(jit, multiples_of_16=("x", "by_row", "by_column", "K", "PADDED", "n"))
-"""`jit`, for kernels whose arguments are aligned as `takes` checks."""
+"""`jit`, for kernels whose arguments are aligned as `take` checks."""
 
 
 # Numbers.
