@@ -26,6 +26,7 @@ so on CUDA the emulation multiplies in bfloat16, from torch 2.8 on; before, and 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,16 +85,12 @@ def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: boo
     if not a.shape[0] or not a.shape[1]:
         return a.values.new_zeros((a.shape[0], b.shape[0]), dtype=out_dtype)
     kind = way_of(a.values.device, a.granularity, b.granularity, a.is_fp4)
-    if kind == "native" and a.granularity == "1x16":
-        return _by_1x16(a, b, out_dtype)
     if kind == "as 1x32" and a.power_of_2 and b.power_of_2:
-        return _by_1x32(_as_1x32(a), _as_1x32(b), out_dtype)
+        return _by_block(_as_1x32(a), _as_1x32(b), out_dtype)
     if kind == "native" and a.granularity in ("tensor", "row"):
         return _by_tensor_or_row(a, b, out_dtype, fast_accum)
-    if kind == "native" and a.granularity == "1x32":
-        return _by_1x32(a, b, out_dtype)
-    if kind == "native" and a.values.dtype is torch.float8_e4m3fn:
-        return _by_1x128(a, b, out_dtype)
+    if kind == "native" and (a.granularity != "1x128" or a.values.dtype is torch.float8_e4m3fn):
+        return _by_block(a, b, out_dtype)
     return emulated(a, b, out_dtype)
 
 
@@ -270,89 +267,57 @@ def as_fnuz(operand: Operand) -> Operand:
     return operand._replace(values=bits.view(names[operand.values.dtype]), inverse=operand.inverse * 2)
 
 
-def _by_1x32(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
-    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
-
-    product: Tensor = scaled_mm(
-        a.values,
-        b.values.t(),
-        _swizzled(a),
-        ScalingType.BlockWise1x32,
-        _swizzled(b),
-        ScalingType.BlockWise1x32,
-        swizzle_a=SwizzleType.SWIZZLE_32_4_4,
-        swizzle_b=SwizzleType.SWIZZLE_32_4_4,
+def _by_block(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
+    """Multiply matrices whose scales need a layout."""
+    rows = a.shape[0]
+    if a.granularity == "1x128" and rows % 8:  # cuBLAS takes only multiples of 8 rows
+        return _by_block(_padded(a, -rows % 8), b, out_dtype)[:rows]
+    values_a, scales_a, types_a, swizzle_a = _laid_out(a)
+    values_b, scales_b, types_b, swizzle_b = _laid_out(b)
+    product: Tensor = functional.scaled_mm(
+        values_a,
+        values_b.t(),
+        scales_a,
+        types_a,
+        scales_b,
+        types_b,
+        swizzle_a=swizzle_a,
+        swizzle_b=swizzle_b,
         output_dtype=out_dtype,
     )
     return product
 
 
-def _swizzled(operand: Operand) -> Tensor:
-    scales = operand.inverse if operand.inverse.dim() == 1 else swizzle(operand.inverse)
-    return scales.view(torch.float8_e8m0fnu)
+def _laid_out(operand: Operand) -> tuple[Tensor, Any, Any, Any]:
+    """Return values, scales, their types, and how these are swizzled, as torch takes them.
 
+    In FP4 each row has its own scales of blocks, and torch multiplies those of tensors.
+    """
+    from torch.nn.functional import ScalingType, SwizzleType
 
-def _by_1x16(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
-    """Multiply in FP4; torch multiplies the scales of tensors."""
-    from torch.nn.functional import ScalingType, SwizzleType, scaled_mm
-
-    assert a.outer is not None
-    assert b.outer is not None
+    values, scales, by = operand.values, operand.inverse, operand.granularity
+    if by == "1x128":
+        return values, scales.t(), ScalingType.BlockWise1x128, None
+    if by == "128x128":
+        padded = pad(scales, (0, -scales.shape[1] % 4))
+        return values, padded.t(), ScalingType.BlockWise128x128, None
+    if by == "1x32":
+        flat = scales if scales.dim() == 1 else swizzle(scales)
+        flat = flat.view(torch.float8_e8m0fnu)
+        return values, flat, ScalingType.BlockWise1x32, SwizzleType.SWIZZLE_32_4_4
+    scales = scales.view(torch.uint8)
+    if by == "16x16":
+        scales = scales.repeat_interleave(16, 0)
+    both = [swizzle(scales).view(torch.float8_e4m3fn), operand.outer]
     types = [ScalingType.BlockWise1x16, ScalingType.TensorWise]
     swizzles = [SwizzleType.SWIZZLE_32_4_4, SwizzleType.NO_SWIZZLE]
-    product: Tensor = scaled_mm(
-        a.values.view(torch.float4_e2m1fn_x2),
-        b.values.view(torch.float4_e2m1fn_x2).t(),
-        [_swizzled_1x16(a), a.outer],
-        types,
-        [_swizzled_1x16(b), b.outer],
-        types,
-        swizzle_a=swizzles,
-        swizzle_b=swizzles,
-        output_dtype=out_dtype,
-    )
-    return product
-
-
-def _swizzled_1x16(operand: Operand) -> Tensor:
-    """Return the scales of blocks as tensor cores read them: each row has its own."""
-    scales = operand.inverse.view(torch.uint8)
-    if operand.granularity == "16x16":
-        scales = scales.repeat_interleave(16, 0)
-    return swizzle(scales).view(torch.float8_e4m3fn)
-
-
-def _by_1x128(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
-    from torch.nn.functional import ScalingType, scaled_mm
-
-    types = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
-    rows = a.values.shape[0]
-    if rows % 8:  # cuBLAS takes only multiples of 8 rows
-        return _by_1x128(_padded(a, -rows % 8), b, out_dtype)[:rows]
-    product: Tensor = scaled_mm(
-        a.values,
-        b.values.t(),
-        _outer_first(a),
-        types[a.granularity],
-        _outer_first(b),
-        types[b.granularity],
-        output_dtype=out_dtype,
-    )
-    return product
+    return values.view(torch.float4_e2m1fn_x2), both, types, swizzles
 
 
 def _padded(a: Operand, added: int) -> Operand:
     """Return an operand `1x128` with some more rows of zeros."""
     values = pad(a.values.view(torch.uint8), (0, 0, 0, added)).view(a.values.dtype)
     return a._replace(values=values, inverse=pad(a.inverse, (0, added)))
-
-
-def _outer_first(operand: Operand) -> Tensor:
-    """Return FP32 scales in the layout of cuBLAS: `[C / 128, rows]`, or padded for 128x128."""
-    if operand.granularity == "1x128":
-        return operand.inverse.t()
-    across = operand.inverse.shape[1]
-    return pad(operand.inverse, (0, -across % 4)).t()
 
 
 def _as_1x32(operand: Operand) -> Operand:

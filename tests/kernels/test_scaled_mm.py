@@ -101,10 +101,10 @@ def test_sm_100_gets_squares_and_strips_as_1x32() -> None:
 
 def test_cublas_gets_scales_with_the_outer_dimension_first() -> None:
     a, b = operand(17, 384, "1x128"), operand(256, 384, "128x128")
-    assert module._outer_first(a).shape == (17, 3)
-    assert module._outer_first(a).stride() == (1, 17)
-    assert module._outer_first(b).shape == (4, 2)  # 3 padded to 4
-    assert module._outer_first(b).stride() == (1, 4)
+    assert module._laid_out(a)[1].shape == (17, 3)
+    assert module._laid_out(a)[1].stride() == (1, 17)
+    assert module._laid_out(b)[1].shape == (4, 2)  # 3 padded to 4
+    assert module._laid_out(b)[1].stride() == (1, 4)
 
 
 @pytest.mark.parametrize("by", ["128x128", "1x128"])
