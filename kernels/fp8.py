@@ -115,6 +115,19 @@ class Part(NamedTuple):
         return granularity == "tensor" or (granularity == "row" and self.dim == int(not by_column))
 
 
+class QuantizeArguments(NamedTuple):
+    """The arguments of `amp.kernels.quantize.quantize` beside the matrix; see there."""
+
+    dtype: torch.dtype
+    granularity: Granularity
+    by_row: bool
+    by_column: bool
+    power_of_2: bool
+    factor: Tensor | None
+    part: Part | None = None
+    backend: str | None = None
+
+
 def columns_of(rows: int, granularity: AnyGranularity) -> int:
     """Return the length of a transpose's rows: `rows`, padded to a multiple that products take."""
     return -(-rows // MULTIPLE[granularity]) * MULTIPLE[granularity]
@@ -132,76 +145,49 @@ def shape_of_scales(granularity: AnyGranularity, rows: int, columns: int) -> tup
     return {"tensor": (), "1x128": (across, down)}.get(granularity, (down, across))
 
 
-def quantize_reference(
-    x: Tensor,
-    dtype: torch.dtype,
-    granularity: Granularity,
-    by_row: bool,
-    by_column: bool,
-    power_of_2: bool,
-    factor: Tensor | None,
-    part: Part | None = None,
-    backend: str | None = None,
-) -> Quantized:
+def quantize_reference(x: Tensor, wanted: QuantizeArguments) -> Quantized:
     """Do `quantize` in plain torch, or in the passes of `amp.kernels.cpu_passes`."""
+    granularity, backend = wanted.granularity, wanted.backend
     padded = columns_of(x.shape[0], granularity)
-    to = dtype, granularity, power_of_2, factor, backend
     if granularity not in ("tensor", "128x128"):
-        agree_rows, agree_columns = (_agree(part, granularity, each) for each in (False, True))
-        rows = _operand(x, *to, agree_rows)[0] if by_row else None
-        turned = transposed(x, padded, backend) if by_column else None
-        columns = None if turned is None else _operand(turned, *to, agree_columns)[0]
+        rows = _operand(x, wanted, by_column=False)[0] if wanted.by_row else None
+        turned = transposed(x, padded, backend) if wanted.by_column else None
+        columns = None if turned is None else _operand(turned, wanted, by_column=True)[0]
         return Quantized(rows, columns)
-    agree = _agree(part, granularity, False)
-    both, amax, used = _operand(x, *to, agree)  # the cast to FP8 takes most of the time: once for both
+    # The cast to FP8 takes most of the time: once for both.
+    both, amax, used = _operand(x, wanted, by_column=False)
     columns = None
-    if by_column:  # scales in new memory: Dynamo does not take a tensor twice as input of a Function
+    if wanted.by_column:
+        # Scales in new memory: Dynamo does not take a tensor twice as input of a Function.
         scales = both.inverse.t().clone(memory_format=torch.contiguous_format)
-        turned = transposed(both.values.view(torch.uint8), padded, backend).view(dtype)
+        turned = transposed(both.values.view(torch.uint8), padded, backend).view(wanted.dtype)
         columns = both._replace(values=turned, inverse=scales)
     of_tensor = [amax.reshape(()), used.reshape(())] if granularity == "tensor" else []
-    return Quantized(both if by_row else None, columns, *of_tensor)
+    return Quantized(both if wanted.by_row else None, columns, *of_tensor)
 
 
-def _agree(
-    part: Part | None, granularity: Granularity, by_column: bool
-) -> Callable[[Tensor], None] | None:
-    """Return what raises amaxes to those of the larger matrix, or None if they are these already."""
-    return part.agree if part is not None and part.cuts(granularity, by_column=by_column) else None
+def _operand(x: Tensor, wanted: QuantizeArguments, by_column: bool) -> tuple[Operand, Tensor, Tensor]:
+    """Return `[R, C]` in FP8, and for each block its amax and its factor, float32 `[down, across]`.
 
-
-def _operand(
-    x: Tensor,
-    dtype: torch.dtype,
-    granularity: Granularity,
-    power_of_2: bool,
-    factor: Tensor | None,
-    backend: str | None,
-    agree: Callable[[Tensor], None] | None,
-) -> tuple[Operand, Tensor, Tensor]:
-    """Return `[R, C]` in FP8, and for each block its amax and its factor, float32 `[down, across]`."""
-    amax = amax_of(x, granularity, backend)
-    if agree is not None:
-        agree(amax)
-    used, inverse = _scales(amax, dtype, granularity, power_of_2, factor, backend)
+    `by_column` says that it is the transpose of what was given.
+    """
+    granularity, part = wanted.granularity, wanted.part
+    amax = amax_of(x, granularity, wanted.backend)
+    if part is not None and part.cuts(granularity, by_column=by_column):
+        part.agree(amax)
+    used, inverse = _scales(amax, wanted)
     if granularity == "1x128":
         inverse = inverse.t()
     inverse = inverse.reshape(shape_of_scales(granularity, *x.shape)).contiguous()
-    return Operand(_times(x, used, dtype, backend), inverse, granularity, power_of_2), amax, used
+    values = _times(x, used, wanted.dtype, wanted.backend)
+    return Operand(values, inverse, granularity, wanted.power_of_2), amax, used
 
 
-def _scales(
-    amax: Tensor,
-    dtype: torch.dtype,
-    granularity: Granularity,
-    power_of_2: bool,
-    factor: Tensor | None,
-    backend: str | None,
-) -> tuple[Tensor, Tensor]:
+def _scales(amax: Tensor, wanted: QuantizeArguments) -> tuple[Tensor, Tensor]:
     """Return the factors of blocks, and their inverse as an operand has it, both `[down, across]`."""
-    is_mx = granularity == "1x32"
-    power_of_2 = power_of_2 or is_mx
-    if cpu_passes.take(amax, factor, backend=backend):
+    dtype, factor, is_mx = wanted.dtype, wanted.factor, wanted.granularity == "1x32"
+    power_of_2 = wanted.power_of_2 or is_mx
+    if cpu_passes.take(amax, factor, backend=wanted.backend):
         return cpu_passes.scales(amax, torch.finfo(dtype).max, power_of_2, is_mx, factor)
     used = factor_of(amax, dtype, power_of_2, keeps_zero=not is_mx)
     if factor is not None:
@@ -263,9 +249,8 @@ def power_below(largest: float, amax: Tensor) -> Tensor:
     """
     mantissa, exponent = math.frexp(largest)
     behind = int((2 * mantissa - 1) * 2**23)
-    carried = amax.view(torch.int32) + (
-        2**23 - 1 - behind
-    )  # into the exponent, by more bits than these
+    # Carried into the exponent, by more bits than these.
+    carried = amax.view(torch.int32) + (2**23 - 1 - behind)
     return (253 + exponent - (carried >> 23)).clamp(max=LARGEST_POWER)
 
 

@@ -39,6 +39,7 @@ from amp.kernels.fp8 import (
     SOURCES,
     Granularity,
     Part,
+    QuantizeArguments,
     Quantized,
     quantize_reference,
 )
@@ -80,10 +81,11 @@ def quantize(
     if factor is not None and granularity != "tensor":
         raise ValueError(f"a factor is for granularity='tensor', and not for '{granularity}'")
     x = x.detach().contiguous()
-    arguments = (dtype, granularity, by_row, by_column, power_of_2, factor, part)
+    options = by_row, by_column, power_of_2, factor, part, backend
+    wanted = QuantizeArguments(dtype, granularity, *options)
     if quantize_tiles.take(x, backend):
-        return quantize_tiles.run(x, *arguments)
-    return quantize_reference(x, *arguments, backend)
+        return quantize_tiles.run(x, wanted)
+    return quantize_reference(x, wanted)
 
 
 def check_matrix(x: Tensor, granularity: str, allowed: tuple[str, ...], by_row: bool) -> None:

@@ -27,6 +27,7 @@ from amp.kernels.fp8 import (
     Granularity,
     Operand,
     Part,
+    QuantizeArguments,
     Quantized,
     columns_of,
     shape_of_scales,
@@ -79,65 +80,51 @@ def take(x: Tensor, backend: str | None) -> bool:
     return x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0
 
 
-def run(
-    x: Tensor,
-    dtype: torch.dtype,
-    granularity: Granularity,
-    by_row: bool,
-    by_column: bool,
-    power_of_2: bool,
-    factor: Tensor | None,
-    part: Part | None = None,
-) -> Quantized:
+def run(x: Tensor, wanted: QuantizeArguments) -> Quantized:
     """Do `quantize` for a matrix that these kernels take."""
     rows, columns = x.shape
+    granularity, dtype, part = wanted.granularity, wanted.dtype, wanted.part
     padded = columns_of(rows, granularity)
-    values = {
-        "by_row": x.new_empty((rows, columns), dtype=dtype) if by_row else None,
-        "by_column": x.new_empty((columns, padded), dtype=dtype) if by_column else None,
-    }
+    by_row = _new_operand(x, wanted, rows, columns) if wanted.by_row else None
+    by_column = _new_operand(x, wanted, columns, padded) if wanted.by_column else None
     what = {
-        **{name: None if each is None else each.view(torch.uint8) for name, each in values.items()},
         "x": x,
+        "by_row": None if by_row is None else by_row.values.view(torch.uint8),
+        "by_column": None if by_column is None else by_column.values.view(torch.uint8),
         "M": rows,
         "K": columns,
         "PADDED": padded,
         "E4M3": dtype is torch.float8_e4m3fn,
+        "POW2": wanted.power_of_2,
         "BY_BITS": rounds_by_bits(x),
     }
-    sizes = {"by_row": (rows, columns), "by_column": (columns, padded)}
-    inverses = [
-        None if values[name] is None else _new_scales(x, granularity, *size)
-        for name, size in sizes.items()
-    ]
-    scales = {"inverse": inverses[0], "transposed": inverses[1], "POW2": power_of_2}
-    of_tensor: tuple[Tensor, ...] = ()
     if granularity == "tensor":
-        amax, used = x.new_zeros(2, dtype=torch.float32).unbind()
-        inverse = _new_scales(x, granularity, rows, columns)  # cuBLAS takes no view into other scales
-        _run_by_tensor(what, amax, used, inverse, factor, power_of_2, part)
-        inverses, of_tensor = [inverse, inverse], (amax, used)
-    elif granularity == "row":
-        _run_by_row(what, scales, part)
+        return _run_by_tensor(what, wanted, by_row, by_column)
+    scales = {
+        "inverse": None if by_row is None else by_row.inverse,
+        "transposed": None if by_column is None else by_column.inverse,
+    }
+    if granularity == "row":
+        amaxes = _amaxes(what, scales, part)
+        _launch_tiles(rows_kernel, what, granularity, **amaxes, **scales)
     elif granularity == "128x128":
         _launch_tiles(squares_kernel, what, granularity, **scales)
     else:
         again = x.dtype is torch.float32 and casts_in_software(x.device)
         of_groups = {"AGAIN": again, "G": MULTIPLE[granularity], "E8M0": granularity == "1x32"}
         _launch_tiles(groups_kernel, what, granularity, **scales, **of_groups)
-    by_rows, by_columns = (
-        None if each is None or inverse is None else Operand(each, inverse, granularity, power_of_2)
-        for each, inverse in zip(values.values(), inverses, strict=True)
-    )
-    return Quantized(by_rows, by_columns, *of_tensor)
+    return Quantized(by_row, by_column)
 
 
-def _new_scales(x: Tensor, granularity: Granularity, rows: int, columns: int) -> Tensor:
-    """Return memory for the scales of an `Operand` `[rows, columns]`."""
-    shape = shape_of_scales(granularity, rows, columns)
-    if granularity == "1x32":
-        return x.new_zeros(swizzled_size(*shape), dtype=torch.uint8)
-    return x.new_empty(shape, dtype=torch.float32)
+def _new_operand(x: Tensor, wanted: QuantizeArguments, rows: int, columns: int) -> Operand:
+    """Return memory for a matrix `[rows, columns]`."""
+    values = x.new_empty((rows, columns), dtype=wanted.dtype)
+    shape = shape_of_scales(wanted.granularity, rows, columns)
+    if wanted.granularity == "1x32":
+        inverse = x.new_zeros(swizzled_size(*shape), dtype=torch.uint8)
+    else:
+        inverse = x.new_empty(shape, dtype=torch.float32)
+    return Operand(values, inverse, wanted.granularity, wanted.power_of_2)
 
 
 def _launch_tiles(kernel: Any, what: dict[str, Any], granularity: Granularity, **more: Any) -> None:
@@ -155,37 +142,32 @@ def of_warps(warps: int) -> int:
 
 def _run_by_tensor(
     what: dict[str, Any],
-    amax: Tensor,
-    used: Tensor,
-    inverse: Tensor,
-    factor: Tensor | None,
-    power_of_2: bool,
-    part: Part | None,
-) -> None:
-    x = what["x"]
+    wanted: QuantizeArguments,
+    by_row: Operand | None,
+    by_column: Operand | None,
+) -> Quantized:
+    """Quantize with one scale, which both results share."""
+    x, factor = what["x"], wanted.factor
+    amax, used = x.new_zeros(2, dtype=torch.float32).unbind()
+    inverse = x.new_empty((), dtype=torch.float32)  # cuBLAS takes no view into other scales
     as_bits = amax.view(torch.int32)
     programs = -(-x.numel() // AMAX_BLOCK)
-    n = x.numel()
-    what_to_see = {"x": x, "amax": as_bits, "factor": factor, "n": n}
+    what_to_see = {"x": x, "amax": as_bits, "factor": factor, "n": x.numel()}
     launch(amax_kernel, programs, x.device, of_warps(AMAX_WARPS), **what_to_see, BLOCK=AMAX_BLOCK)
-    if part is not None:
-        part.agree(amax)
-    _launch_tiles(
-        tensor_kernel,
-        what,
-        "tensor",
-        amax=amax,
-        as_bits=as_bits,
-        factor=factor,
-        used=used,
-        inverse=inverse,
-        POW2=power_of_2,
-    )
+    if wanted.part is not None:
+        wanted.part.agree(amax)
+    scale = {"amax": amax, "used": used, "inverse": inverse}
+    _launch_tiles(tensor_kernel, what, "tensor", **scale, as_bits=as_bits, factor=factor)
     if factor is not None:
-        launch(inverse_kernel, 1, x.device, 1, amax=amax, used=used, inverse=inverse)
+        launch(inverse_kernel, 1, x.device, 1, **scale)
+    with_scale = [
+        None if each is None else each._replace(inverse=inverse) for each in (by_row, by_column)
+    ]
+    return Quantized(with_scale[0], with_scale[1], amax, used)
 
 
-def _run_by_row(what: dict[str, Any], scales: dict[str, Any], part: Part | None) -> None:
+def _amaxes(what: dict[str, Any], scales: dict[str, Any], part: Part | None) -> dict[str, Any]:
+    """Return the amaxes of rows and columns, of those that have scales."""
     amaxes = {
         name: None if inverse is None else torch.zeros_like(inverse)
         for name, inverse in (("of_rows", scales["inverse"]), ("of_columns", scales["transposed"]))
@@ -198,7 +180,7 @@ def _run_by_row(what: dict[str, Any], scales: dict[str, Any], part: Part | None)
     for name, each in amaxes.items():
         if part is not None and each is not None and part.cuts("row", by_column=name == "of_columns"):
             part.agree(each)
-    _launch_tiles(rows_kernel, what, "row", **amaxes, **scales)
+    return amaxes
 
 
 tiled_jit = functools.partial(jit, multiples_of_16=("x", "by_row", "by_column", "K", "PADDED", "n"))
@@ -217,7 +199,7 @@ def magnitude(x):
 
 @jit
 def power_of(amax, E4M3: tl.constexpr):
-    """See `amp.kernels.fp8.power_of`."""
+    """See `amp.kernels.fp8.power_below`."""
     bits = amax.to(tl.int32, bitcast=True)
     highest: tl.constexpr = 254 + (8 if E4M3 else 15)
     power = highest - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)

@@ -16,6 +16,7 @@ from amp.kernels.fp8 import (
     Granularity,
     Operand,
     Part,
+    QuantizeArguments,
     decoded,
     dequantize,
     factor_of,
@@ -179,7 +180,8 @@ def test_triton_gives_the_bits_of_plain_torch(
                     power_of_2=power_of_2,
                     factor=factor,
                 )
-                expected = quantize_reference(x, E5M2 if by_column else E4M3, granularity, *asked)
+                dtype = E5M2 if by_column else E4M3
+                expected = quantize_reference(x, QuantizeArguments(dtype, granularity, *asked))
                 assert_same_operands(found, expected)
 
 
@@ -190,8 +192,8 @@ def test_padding_is_zero_where_a_tensor_has_no_scale(number: float, device: torc
     x[3, 5] = number
     for factor in (None, torch.zeros((), device=device)):
         found = quantize(x, E4M3, "tensor", by_row=True, by_column=True, factor=factor)
-        asked = (True, True, True, factor)
-        assert_same_operands(found, quantize_reference(x, E4M3, "tensor", *asked))
+        asked = QuantizeArguments(E4M3, "tensor", True, True, True, factor)
+        assert_same_operands(found, quantize_reference(x, asked))
         assert found.by_column is not None
         assert not found.by_column.values.view(torch.uint8)[:, 17:].any()
 
