@@ -400,10 +400,10 @@ def test_what_averages_stand_for_goes_with_them() -> None:
     with torch.no_grad():
         for _ in range(100):
             average.clone().lerp_(weight, 0.01)  # in a forward, perhaps
-        assert len(averages._exact._of) < 50
+        assert len(averages._exact) < 50
         average.lerp_(weight, 0.01)
     amp.get_session().close()
-    assert not averages._exact._of
+    assert not averages._exact
 
 
 @pytest.mark.parametrize("event", ["another session closes", "initialize fails", "it fails elsewhere"])
@@ -478,7 +478,7 @@ def test_what_is_no_average_is_left_to_torch(change: Callable[[Tensor, Tensor], 
     weight, average = pair_at_o2()
     result = change(average, weight)
     assert average.dtype is result.dtype is torch.float16
-    assert not averages._exact._of
+    assert not averages._exact
 
 
 def test_an_average_in_inference_mode() -> None:

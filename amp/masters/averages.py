@@ -9,10 +9,10 @@ import functools
 from collections.abc import Callable, Iterator
 from itertools import repeat
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from amp import active
 from amp.dtypes import LOW_PRECISION, dtype_name
@@ -83,7 +83,7 @@ def _make_lerp_(original: Callable[..., Any]) -> Callable[..., Any]:
         if getattr(end, "dtype", None) is _FLOAT32:
             return original(self, end, weight)
         if _is_narrow_average(self, end, weight):
-            return _exact.move(original, self, values_of(end), weight)
+            return _move(original, self, values_of(end), weight)
         return original(self, _as_wide_as(self, end), weight)
 
     return lerp_
@@ -144,43 +144,23 @@ def _is_transformed() -> bool:
     return is_dual or internals._functorch.peek_interpreter_stack() is not None
 
 
-class _Exact:
-    """FP32 values of 16-bit averages, as masters are for weights, kept while their memory lives."""
-
-    def __init__(self) -> None:
-        self._of: dict[object, tuple[Any, Tensor]] = {}
-        self._next_look = _FEW
-
-    @without_grad
-    def move(
-        self, lerp_: Callable[..., Any], average: Tensor, towards: Tensor, weight: float
-    ) -> Tensor:
-        """Move the FP32 values of an average, and round them into it. No host sync."""
-        with outside_inference_mode():
-            exact = self._values(average)
-            is_known = exact.to(average.dtype) == average  # else the user wrote to it
-            exact.copy_(torch.where(is_known, exact, average.float()))
-            lerp_(exact, towards, weight)
-        return average.copy_(exact)
-
-    def _values(self, average: Tensor) -> Tensor:
-        storage: Any = average.untyped_storage()
-        place = (storage._cdata, average.storage_offset(), average.shape, average.stride())
-        known = self._of.get(place)
-        if known is None:  # the reference keeps the key from reuse
-            if len(self._of) >= self._next_look:
-                entries = list(self._of.items())
-                self._of = {place: entry for place, entry in entries if not entry[0].expired()}
-                self._next_look = 2 * len(self._of) + _FEW
-            reference: Any = StorageWeakRef
-            known = self._of[place] = reference(storage), average.float()
-        return known[1]
+_exact: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
+"""FP32 values of 16-bit averages, as masters are for weights, by storage and the place in it."""
 
 
-_FEW = 16
-"""How many averages are kept before the first search for dead ones."""
-
-_exact = _Exact()
+@without_grad
+def _move(lerp_: Callable[..., Any], average: Tensor, towards: Tensor, weight: float) -> Tensor:
+    """Move the FP32 values of a 16-bit average, and round them into it. No host sync."""
+    with outside_inference_mode():
+        of_storage = _exact.setdefault(average.untyped_storage(), {})
+        place = average.storage_offset(), average.shape, average.stride()
+        if place not in of_storage:
+            of_storage[place] = average.float()
+        exact = of_storage[place]
+        is_known = exact.to(average.dtype) == average  # else the user wrote to it
+        exact.copy_(torch.where(is_known, exact, average.float()))
+        lerp_(exact, towards, weight)
+    return average.copy_(exact)
 
 
 @functools.cache  # once: a loop over parameters comes here for each of them
@@ -208,4 +188,4 @@ PATCHES = (
 def forget_averages() -> None:
     """Forget the FP32 values of 16-bit averages, once no open session may move them."""
     if not any(session.properties.has_half for session in active.open_sessions()):
-        _exact._of.clear()
+        _exact.clear()
