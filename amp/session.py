@@ -24,7 +24,6 @@ from amp.casting.strategies import strategies_for
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, truth_of
-from amp.masters.lean import LeanMasterWeights
 from amp.masters.master_weights import MasterWeights
 from amp.observer_makers import MAKERS
 from amp.observers import Observer, everywhere, watching
@@ -117,7 +116,7 @@ class Session:
         self.models: list[weakref.ref[nn.Module]] = []
         self.attached: list[AttachedOptimizer] = []
         lean = self.properties.master_weights
-        self.masters = LeanMasterWeights(lean) if isinstance(lean, str) else MasterWeights()
+        self.masters = MasterWeights(lean if isinstance(lean, str) else None)
         self.strategies = strategies_for(self.properties)
         in_fp8 = [x for x in self.strategies if isinstance(x, Fp8Linears)]
         self.fp8 = in_fp8[0] if in_fp8 and self.properties.fp8 is not None else None

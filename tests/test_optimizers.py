@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import amp
 from amp.errors import AmpRuntimeError
-from amp.masters.agreement import check_device
+from amp.masters.agreement import Pairs
 from amp.masters.pair import Pair
 from amp.optimizers import FusedAdam
 from tests.covering import covering
@@ -555,7 +555,7 @@ def test_a_model_moved_after_initialize_gets_an_error() -> None:
     with pytest.raises(
         RuntimeError, match=r"\(2,\) is on meta and its FP32 master on cpu.*Move it first"
     ):
-        check_device(Pair(torch.ones(2, device="meta"), torch.ones(2), None, None))
+        Pairs([Pair(torch.ones(2, device="meta"), torch.ones(2), None, None)]).check_devices()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -32,13 +32,13 @@ from amp.distributed import set_values
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels import host_lists
 from amp.kernels.interrupts import without_grad
-from amp.kernels.tensor_lists import TensorList, are_plain, are_same, has_no_memory, local
+from amp.kernels.tensor_lists import TensorList, are_plain, are_same, local
 from amp.lazy import kernels
+from amp.masters import lean
 from amp.masters.grads import grads_of, have_grads, store_grads
-from amp.masters.pair import Pair
+from amp.masters.pair import Pair, untraced
 from amp.torch_versions import HAS_GRAD_DTYPE
 
-_data: Any = Tensor.data  # `Master` has another one
 _grad = operator.attrgetter("grad")
 _dtype = operator.attrgetter("dtype")
 
@@ -105,15 +105,14 @@ class Pairs:
         trains = [pair.trains for pair in pairs]
         if not (lists.train(self.masters, trains) and lists.train(self.models, trains)):
             found.append(Pairs.follow_requires_grad)
-        if self._are_whole:
-            values = self.masters if self.are_plain else list(map(local, self.masters))
-            is_as_before = (
-                lists.versions(values) == [pair.version for pair in pairs]
-                and list(lists.addresses(values)) == [pair.address for pair in pairs]
-                and not any([pair.given is not None for pair in pairs])  # noqa: C419 (is faster)
-            )
-        else:
-            is_as_before = not any([pair.has_changed for pair in pairs])  # noqa: C419
+        values = self.masters if self._are_whole else [pair.holder for pair in pairs]
+        if not self.are_plain:
+            values = list(map(local, values))
+        is_as_before = (
+            lists.versions(values) == [pair.version for pair in pairs]
+            and list(lists.addresses(values)) == [pair.address for pair in pairs]
+            and not any([pair.given is not None for pair in pairs])  # noqa: C419 (is faster)
+        )
         if not is_as_before:
             found.append(Pairs.write_changed)
         return found
@@ -146,7 +145,7 @@ class Pairs:
             )
         for pair, values in zip(cast, given, strict=True):
             set_values(pair.parameter, values.to(pair.dtype))
-            _untraced(pair.parameter).copy_(local(load(pair, values)))
+            pair.load(values)
             pair.note_agreement()
 
     def follow_requires_grad(self) -> None:
@@ -181,24 +180,17 @@ class Pairs:
         Without a trace of a change they are written without one too: a graph that is still to be run
         backward stays valid if nothing was changed.
         """
-        there = (pair for pair in self.pairs if pair.has_changed)
-        changed = [
-            pair
-            for pair in there
-            if not (has_no_memory(local(pair.parameter)) or has_no_memory(local(pair.master)))
-        ]
+        changed = [pair for pair in self.pairs if pair.has_changed and pair.has_memory]
         if not self._are_whole:
             for pair in changed:
-                clear_low(pair)
+                if pair.holder is pair.parameter:  # else both halves are written when it is split
+                    lean.clear_low(pair)
+                pair.note_agreement()
             return
         quiet = [pair for pair in changed if local(pair.master)._version == pair.version]
         self._round([pair for pair in changed if pair not in quiet])
-        targets = [_untraced(pair.parameter) for pair in quiet]
-        sources = [local(pair.master).detach() for pair in quiet]
-        for i, pair in enumerate(quiet):
-            if pair.given is not None and sources[i].data_ptr() == pair.address:
-                sources[i] = _unless_written(sources[i], targets[i], pair.given)
-        kernels.master_copy.master_copy(sources, targets)
+        sources, targets = map(_to_write, quiet), [untraced(pair.parameter) for pair in quiet]
+        kernels.master_copy.master_copy(list(sources), targets)
         for pair in quiet:
             pair.note_agreement()
 
@@ -221,50 +213,50 @@ class Pairs:
         their upper half is the parameter. What has no memory is left out, and the step names it.
         """
         if not self._are_whole:
-            for pair in self.pairs:
-                if pair.is_joined:
-                    merge_joined(pair)
+            lean.merge(lean.joined_of(self.pairs))
         elif self.pairs:
-            kernels.master_copy.merge(*self._comparable())
+            some = self._comparable()
+            kernels.master_copy.merge(some.model_list, some.master_list)
 
     @without_grad
     def differing(self) -> frozenset[Pair]:
-        """Return the pairs whose parameter is not its rounded master.
+        """Return the pairs of whole masters whose parameter is not its rounded master.
 
         The host waits for the device once, and once more if there are any.
         """
-        if not (self._are_whole and self.pairs):
-            return frozenset()
-        models, masters = self._comparable()
+        some = self._comparable()
+        models, masters = some.model_list, some.master_list
         if not models or not kernels.master_copy.differ(models, masters).item():
             return frozenset()
-        sides = [(local(pair.parameter), local(pair.master)) for pair in self.pairs]
-        there = [not (has_no_memory(model) or has_no_memory(master)) for model, master in sides]
-        differ = kernels.master_copy.differ
-        flags = [differ([model], [master]) for model, master in compress(sides, there)]
+        both = zip(models, masters, strict=True)
+        flags = [kernels.master_copy.differ([model], [master]) for model, master in both]
         found = torch.cat([flag.to(flags[0].device) for flag in flags]).tolist()
-        return frozenset(compress(compress(self.pairs, there), found))
+        return frozenset(compress(some.pairs, found))
 
     def check_devices(self) -> None:
         """Raise AmpRuntimeError if the model was moved after its masters were made."""
-        if not host_lists.lists.are_together(self.masters, self.models):
-            for pair in self.pairs:
-                check_device(pair)
+        if host_lists.lists.are_together(self.masters, self.models):
+            return
+        for master, parameter in zip(self.masters, self.models, strict=True):
+            if master.device != parameter.device:
+                raise AmpRuntimeError(
+                    f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its "
+                    f"FP32 master on {master.device}: the model was moved after amp.initialize. Move "
+                    "it first."
+                )
 
-    def _comparable(self) -> tuple[TensorList, TensorList]:
-        """Return parameters and masters that have memory. Raise if they are on two devices."""
+    def _comparable(self) -> Pairs:
+        """Return the pairs that have memory, where they are now. Raise if they are on two devices."""
         self.check_devices()
-        masters, models = self.now().master_list, self.model_list
-        if not (masters.has_memory and models.has_memory):
-            both = list(zip(models, masters, strict=True))
-            there = [not (has_no_memory(model) or has_no_memory(master)) for model, master in both]
-            models, masters = [TensorList(list(compress(x, there))) for x in (models, masters)]
-        return models, masters
+        self.now()
+        if self.master_list.has_memory and self.model_list.has_memory:
+            return self
+        return Pairs([pair for pair in self.pairs if pair.has_memory])
 
     def write_back(self) -> None:
         """Round the masters that train, or have a gradient, into their parameters. No host sync."""
         if not self._are_whole:
-            split([pair for pair in self.pairs if pair.is_joined])
+            lean.write_halves(lean.joined_of(self.pairs))
         elif all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
             if self.are_plain:
                 self.now()
@@ -372,8 +364,12 @@ def _are_equal(values: Tensor, pair: Pair) -> bool:
     return torch.equal(ours.float(), local(values))
 
 
-def _unless_written(master: Tensor, parameter: Tensor, before: Tensor) -> Tensor:
-    """Return the values of a master, and of its parameter where that was written since `before`."""
+def _to_write(pair: Pair) -> Tensor:
+    """Return the values of a master, and of its parameter where that was written since `given`."""
+    master, parameter = local(pair.master).detach(), local(pair.parameter).detach()
+    before = pair.given  # once: another thread may be saving the model
+    if before is None or master.data_ptr() != pair.address:
+        return master
     is_as_before = parameter.view(torch.int16) == before.view(torch.int16)
     return torch.where(is_as_before, master, parameter)
 
@@ -388,62 +384,5 @@ def cast_text(called: str, parameter: Tensor, dtype: torch.dtype) -> str:
     )
 
 
-@without_grad
-def load(pair: Pair, values: Tensor) -> Tensor:
-    """Set a master's values, and return what its parameter must then hold. No host sync.
-
-    A new version of the master would mean a change by other code, so it gets none.
-    """
-    if pair.low is None:
-        _data.__get__(pair.master).copy_(values.detach())
-        return values
-    parameter = pair.parameter
-    wide = values.detach().to(device=parameter.device, dtype=torch.float32)
-    weights = parameter.detach().clone()
-    kernels.split.split([wide], [weights], [pair.low])
-    return weights
-
-
-@without_grad
-def merge_joined(pair: Pair) -> None:
-    """Let the master of a lean pair, while it holds FP32 values, take what its parameter was given."""
-    master, parameter = local(pair.master).detach(), local(pair.parameter)
-    high, _ = kernels.split.encode(master, parameter.dtype, local(pair.low).dtype)  # type: ignore[arg-type]
-    _untraced(pair.master).copy_(torch.where(high == parameter, master, parameter.float()))
-
-
-@without_grad
-def clear_low(pair: Pair) -> None:
-    """Clear the low bits of a lean pair where other code has written the weights, and of zeros."""
-    if pair.is_joined:
-        pair.note_agreement()
-        return  # both halves are written when it is split
-    weights, low = local(pair.parameter), local(pair.low)  # type: ignore[arg-type]
-    high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
-    low.copy_(torch.where((high == weights) & (weights != 0), low, 0))
-    pair.note_agreement()
-
-
-def split(pairs: Sequence[Pair]) -> None:
-    """Write lean masters that hold FP32 values to both halves. No host sync."""
-    masters, parameters = [pair.master for pair in pairs], [pair.parameter for pair in pairs]
-    kernels.split.split(masters, parameters, [pair.low for pair in pairs])
-
-
-def check_device(pair: Pair) -> None:
-    """Raise if the model was moved after its masters were made."""
-    master, parameter = pair.master, pair.parameter
-    if master.device != parameter.device:
-        raise AmpRuntimeError(
-            f"a parameter of shape {tuple(parameter.shape)} is on {parameter.device} and its FP32 "
-            f"master on {master.device}: the model was moved after amp.initialize. Move it first."
-        )
-
-
 def _values_of(tensors: Sequence[Tensor]) -> TensorList:
     return TensorList(tensors if are_plain(tensors) else list(map(local, tensors)))
-
-
-def _untraced(tensor: Tensor) -> Tensor:
-    """Return an alias of a tensor's values, a DTensor's shard, whose writes raise no version."""
-    return _data.__get__(local(tensor))  # type: ignore[no-any-return]

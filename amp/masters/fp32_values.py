@@ -44,7 +44,7 @@ def put_values(tensor: Tensor, values: Tensor) -> None:
         values: float32, on any device.
     """
     found = pair_of(tensor)
-    tensor.copy_(values if found is None else found[0].load(found[1], values))
+    tensor.copy_(values if found is None else found[1].load(values))
 
 
 def largest_in_master(tensor: Tensor) -> float:

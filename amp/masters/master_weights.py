@@ -17,14 +17,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp import distributed
-from amp.kernels.interrupts import without_grad
-from amp.kernels.tensor_lists import are_plain, has_no_memory, local
+from amp.kernels.interrupts import followed_by, without_grad
+from amp.kernels.tensor_lists import are_plain, local
 from amp.lazy import kernels
-from amp.masters.agreement import Pairs, load
+from amp.masters.agreement import Pairs
+from amp.masters.lean import join, joined_of, split
 from amp.masters.pair import Master, Pair, register_master
+from amp.profiles.properties import LeanMasters
 from amp.shared_memory import CastMemory
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.undo import Contents
@@ -33,10 +35,13 @@ from amp.undo import Contents
 class MasterWeights:
     """The masters of one session, each shared by all the optimizers that hold its parameter.
 
-    This class keeps them as FP32 tensors; `amp.masters.lean` keeps them in 16 bits beside the weights.
     A copy or a pickle of this object has no masters.
 
+    Args:
+        kind: the encoding of lean masters (`amp.masters.lean`); None keeps whole ones, in FP32.
+
     Attributes:
+        are_whole: whether masters hold FP32 values at all times.
         memory: gives parameters memory in the dtype from before the cast.
         lock: held by a step, in which masters and weights differ, and by code that compares the two,
             perhaps in another thread that saves the model.
@@ -44,15 +49,15 @@ class MasterWeights:
             weights. A signal handler may save the model meanwhile.
     """
 
-    are_whole = True
-    """Whether masters hold FP32 values at all times."""
-
-    def __init__(self) -> None:
+    def __init__(self, kind: LeanMasters | None = None) -> None:
+        self._kind, self.are_whole = kind, kind is None
         self.memory = CastMemory()
         self.lock = threading.RLock()
         self.are_ahead = False
         self._pair_of: dict[Tensor, Pair] = {}
-        self._addresses: _Addresses | None = None
+        self._pair_at: dict[int, Pair] = {}
+        """Pairs by the addresses of parameters, as they were when one was last looked for."""
+        self._sizes: set[int] = set()
         self._dtype_before: dict[Tensor, torch.dtype] = {}
         self._saving: tuple[Callable[[], Any], frozenset[Pair]] = _nothing, frozenset()
         """The state dict that is made now, weakly, and the pairs that differed when it was begun."""
@@ -82,12 +87,25 @@ class MasterWeights:
 
     def pair_at(self, values: Tensor) -> Pair | None:
         """Return the pair of the parameter with the memory of `values`, as `p.detach()` has."""
-        addresses = self._addresses
-        if addresses is None:  # another thread may reset it meanwhile
-            addresses = self._addresses = _Addresses(
-                {id(x): x for x in self._pair_of.values()}.values()
-            )
-        return addresses.pair_at(values)
+        if values.numel() not in self._sizes:
+            return None
+        try:
+            address = values.data_ptr()
+        except RuntimeError:  # it has no memory of its own: a sparse one, or one under vmap
+            return None
+        pair = self._pair_at.get(address)
+        if pair is None or pair.parameter.data_ptr() != address:  # parameters move when a model does
+            known = [each for each in self._pairs() if are_plain((each.parameter, each.master))]
+            self._pair_at = {each.parameter.data_ptr(): each for each in known}
+            pair = self._pair_at.get(address)
+        if pair is None or not address:
+            return None
+        parameter = pair.parameter
+        is_as_it_is = values.shape == parameter.shape and values.stride() == parameter.stride()
+        return pair if is_as_it_is else None
+
+    def _pairs(self) -> list[Pair]:
+        return list(dict.fromkeys(self._pair_of.values()))
 
     # Making and releasing masters.
 
@@ -115,7 +133,13 @@ class MasterWeights:
                 # will then be equal in every bit; masters made of each rank's own FP32 weights would
                 # differ.
                 data = data.to(parameter.dtype)
-            master, low = self._make(parameter, data)
+            master = Master(data.to(torch.float32, copy=True), parameter.requires_grad)
+            low: Tensor | None = None
+            if self._kind is None:
+                register_master()
+            else:
+                dtype = kernels.split.low_dtype(self._kind, parameter.dtype)
+                low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             if HAS_GRAD_DTYPE:
                 parameter.grad, parameter.grad_dtype = None, None  # it may have its master's gradient
             if grad is not None:
@@ -124,16 +148,13 @@ class MasterWeights:
             # What a script attaches to one is at the other.
             object.__setattr__(master, "__dict__", parameter.__dict__)
             pair = Pair(parameter, master, low, self._dtype_before.get(parameter))
+            if low is not None:
+                split([pair])
             self._pair_of[parameter] = self._pair_of[master] = pair
-            self._addresses = None
+            self._sizes.add(parameter.numel())
         if user not in pair.users:
             pair.users.append(user)
         return pair
-
-    def _make(self, parameter: Tensor, data: Tensor) -> tuple[nn.Parameter, Tensor | None]:
-        """Return a parameter's new master and its low half. `data` is the values before the cast."""
-        register_master()
-        return Master(data.to(torch.float32, copy=True), parameter.requires_grad), None
 
     def release(self, master: Tensor, user: object) -> None:
         """Release a master for one optimizer; the last release deletes it. Idempotent.
@@ -145,12 +166,9 @@ class MasterWeights:
             return
         parameter, dtype = pair.parameter, pair.dtype_before
         if dtype is not None and parameter.dtype is pair.dtype and dtype is not pair.dtype:
-            one = Pairs([pair])
-            one.resolve(one.differences(at_grads=False))
-            one.merge()
-            data = self.memory.cast(parameter, dtype, self.values(pair))
+            data = self.memory.cast(parameter, dtype, self.merged(pair))
             Contents.cast(parameter, dtype, data).put_into(parameter)
-        self._addresses = None
+        self._pair_at = {}
         if user in pair.users:
             pair.users.remove(user)
         if not pair.users:
@@ -161,8 +179,21 @@ class MasterWeights:
     # In a step.
 
     def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Run an optimizer's step, in which its masters hold FP32 values, and return its result."""
-        return step()
+        """Run an optimizer's step group by group, while the masters of the group hold FP32 values."""
+        if "param_groups" not in vars(optimizer):  # a wrapper: it has no groups itself
+            with self.as_float32(masters):
+                return step()
+        groups = optimizer.param_groups
+
+        def run() -> Any:
+            result = None
+            for group in groups:
+                optimizer.param_groups = [group]
+                with self.as_float32(group["params"]):
+                    result = step()
+            return result
+
+        return followed_by(run, lambda: setattr(optimizer, "param_groups", groups))
 
     @contextmanager
     def as_float32(self, masters: Iterable[Tensor], may_write: bool = False) -> Iterator[None]:
@@ -172,25 +203,36 @@ class MasterWeights:
             masters: the masters.
             may_write: whether other code runs in the block, which may write to parameters too.
         """
-        yield
+        found = () if self.are_whole else filter(None, map(self.pair, masters))
+        to_join = [pair for pair in found if pair.holder is pair.parameter]
+        try:
+            try:
+                join(to_join)
+                yield
+            finally:
+                split(to_join, may_write)
+        finally:
+            split(to_join)  # again: an interrupt may have come before
 
     @contextmanager
     def as_split(self) -> Iterator[None]:
-        """Keep lean masters split in the block, as they are outside of `as_float32`. No host sync."""
-        yield
+        """Split lean masters that hold FP32 values, and join them after the block. No host sync."""
+        joined = joined_of(self._pairs())
+        try:
+            split(joined, may_be_written=True)
+            yield
+        finally:
+            join(joined)
 
     def split_joined(self) -> None:
         """Split lean masters that hold FP32 values. No host sync."""
+        split(self._pairs())
 
     def low_halves(self, masters: Iterable[Tensor]) -> list[Tensor] | None:
         """Return the low halves of masters that are kept in 16 bits; None where they are whole."""
-        return None
+        return None if self.are_whole else [self._pair_of[master].low for master in masters]
 
-    # Saving and loading.
-
-    def values(self, pair: Pair) -> Tensor:
-        """Return a master's values, float32. No host sync."""
-        return pair.master.detach()
+    # Saving.
 
     @without_grad
     def merged(self, pair: Pair) -> Tensor:
@@ -201,25 +243,27 @@ class MasterWeights:
         """
         self.reconcile([pair])
         parameter = pair.parameter
-        if self.are_ahead or parameter.is_meta or has_no_memory(local(parameter)):
-            return self.values(pair)
+        if not self.are_whole or self.are_ahead or parameter.is_meta or not pair.has_memory:
+            return pair.values()  # the upper half of a lean one is its parameter
         merged = kernels.master_copy.merged(local(parameter), local(pair.master))
         return distributed.shard_like(merged, pair.master)
 
     def to_save(self, pair: Pair, state_dict: Any) -> Tensor:
         """Return a master's values, float32, as a state dict has them.
 
-        They are the master itself where its parameter is the rounded master, so that what is written to
-        the entry reaches the model. The host waits once for each state dict, and once more if any
-        parameter differs from its master.
+        They are a whole master itself where its parameter is the rounded master, so that what is
+        written to the entry reaches the model. The host waits once for each state dict, and once more
+        if any parameter differs from its master.
 
         Args:
             pair: the pair.
             state_dict: the state dict that is being made.
         """
+        if not self.are_whole:
+            return self.merged(pair)
         known, differing = self._saving
         if known() is not state_dict:
-            every = list(dict.fromkeys(self._pair_of.values()))
+            every = self._pairs()
             self.reconcile(every)
             differing = frozenset() if self.are_ahead else Pairs(every).differing()
             of = weakref.ref(state_dict) if isinstance(state_dict, OrderedDict) else _nothing
@@ -239,41 +283,6 @@ class MasterWeights:
             some = Pairs(pairs)
             some.resolve(some.differences(at_grads=False))
 
-    def load(self, pair: Pair, values: Tensor) -> Tensor:
-        """Set a master's values, and return the values that its parameter must then hold."""
-        return load(pair, values)
-
 
 def _nothing() -> None:
     return None
-
-
-class _Addresses:
-    """Addresses of parameters, by which `p.detach()` and `p.data` have a master too.
-
-    Args:
-        pairs: the pairs of a session.
-    """
-
-    def __init__(self, pairs: Iterable[Pair]) -> None:
-        self._pairs = [pair for pair in pairs if are_plain((pair.parameter, pair.master))]
-        self._sizes = {pair.parameter.numel() for pair in self._pairs}
-        self._known: dict[int, Pair] = {}
-
-    def pair_at(self, values: Tensor) -> Pair | None:
-        """Return the pair of the parameter that has the memory of `values`, in the same shape."""
-        if values.numel() not in self._sizes:
-            return None
-        try:
-            address = values.data_ptr()
-        except RuntimeError:  # it has no memory of its own: a sparse one, or one under vmap
-            return None
-        pair = self._known.get(address)
-        if pair is None or pair.parameter.data_ptr() != address:  # parameters move when a model does
-            self._known = {each.parameter.data_ptr(): each for each in self._pairs}
-            pair = self._known.get(address)
-        if pair is None or not address:
-            return None
-        parameter = pair.parameter
-        is_as_it_is = values.shape == parameter.shape and values.stride() == parameter.stride()
-        return pair if is_as_it_is else None

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
 
+from amp.kernels.interrupts import Changes
 from amp.kernels.tensor_lists import has_no_memory, local
+from amp.lazy import kernels
 
 _DATA: Any = Tensor.data
 
@@ -72,40 +74,40 @@ class Pair:
         parameter: the 16-bit parameter of the model.
         master: its FP32 master, in the optimizers' groups.
         low: the low half of a lean master (`amp.kernels.split`); None of a whole one.
+        holder: what holds the master's values: the master, or where a lean one is split the parameter,
+            which is their upper half.
         dtype: the parameter's, which it keeps as long as the session is open.
         dtype_before: what it had before `initialize` has cast it; None if that has not.
         users: the optimizers that hold the master.
-        version, address: of the master's values, when both last agreed; where these are in two halves,
-            of the parameter, which is the upper one.
+        version, address: of the holder's values, when both last agreed.
         trains: whether both required a gradient then.
         grad: the gradient that both had then, or will have when the block is left.
         given: the parameter's values when other code first got the master since then, by its `.data` or
             in a state dict, and could write to it without a trace; else None.
-        is_joined: whether the master of a lean pair holds FP32 values now.
     """
 
     __slots__ = (
-        *("parameter", "master", "low", "dtype", "dtype_before", "users", "is_joined"),
+        *("parameter", "master", "low", "holder", "dtype", "dtype_before", "users"),
         *("version", "address", "trains", "grad", "given", "__weakref__"),
     )
 
     def __init__(
         self, parameter: Tensor, master: Tensor, low: Tensor | None, dtype_before: torch.dtype | None
     ) -> None:
-        self.parameter, self.master, self.low = parameter, master, low
+        self.parameter, self.master, self.holder = parameter, master, master
+        self.low: Any = low
         self.dtype, self.dtype_before = parameter.dtype, dtype_before
         self.users: list[object] = []
-        self.is_joined = False
-        self.trains = master.requires_grad
-        self.grad = master.grad
+        self.trains, self.grad = master.requires_grad, master.grad
         self.note_agreement()
         if isinstance(master, Master):
             master._pair = weakref.ref(self)
 
+    # Whether both agree.
+
     def note_agreement(self) -> None:
         """Note that the parameter has the values of its rounded master."""
-        is_split = self.low is not None and not self.is_joined
-        values = local(self.parameter if is_split else self.master)
+        values = local(self.holder)
         self.version, self.address = values._version, values.data_ptr()
         self.given: Tensor | None = None
 
@@ -118,8 +120,7 @@ class Pair:
     @property
     def was_written(self) -> bool:
         """Whether other code has changed the master, with a trace, since both last agreed."""
-        is_split = self.low is not None and not self.is_joined
-        values = local(self.parameter if is_split else self.master)
+        values = local(self.holder)
         return values._version != self.version or values.data_ptr() != self.address
 
     @property
@@ -128,6 +129,43 @@ class Pair:
         return self.given is not None or self.was_written
 
     @property
+    def has_memory(self) -> bool:
+        """Whether both sides have memory."""
+        return not any(map(has_no_memory, map(local, (self.parameter, self.master))))
+
+    @property
     def is_shared(self) -> bool:
         """Whether several optimizers hold the master."""
         return len(self.users) > 1
+
+    # Values.
+
+    def values(self) -> Tensor:
+        """Return the master's values, float32; in new memory if it is split now. No host sync."""
+        if self.holder is self.master:
+            return self.master.detach()
+        values = torch.empty_like(self.parameter, dtype=torch.float32, requires_grad=False)
+        kernels.split.join([self.parameter], [self.low], [values])
+        return values
+
+    def load(self, values: Tensor) -> Tensor:
+        """Set the values of both, and return those that the parameter was given. No host sync.
+
+        A new version would mean a change by other code, so the master gets none. An interrupt cannot
+        leave the two different.
+        """
+        parameter, changes, weights = self.parameter, Changes(), values
+        if self.low is None:
+            changes.add(lambda: _DATA.__get__(self.master).copy_(values.detach()))
+        else:
+            wide = values.detach().to(device=parameter.device, dtype=torch.float32)
+            weights = parameter.detach().clone()
+            changes.add(lambda: kernels.split.split([wide], [weights], [self.low]))
+        changes.add(lambda: _DATA.__get__(parameter).copy_(weights))
+        changes.make()
+        return weights
+
+
+def untraced(tensor: Tensor) -> Tensor:
+    """Return an alias of a tensor's values, a DTensor's shard, whose writes raise no version."""
+    return _DATA.__get__(local(tensor))  # type: ignore[no-any-return]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,39 +18,37 @@ from torch import Tensor, nn
 
 from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
-from amp.kernels.interrupts import Changes
 from amp.masters.fp32_values import pair_of, values_of
 from amp.masters.master_weights import MasterWeights
-from amp.masters.pair import Pair
 from amp.undo import Undo
 
 
 def install_hooks(masters: MasterWeights, models: Iterable[nn.Module], undo: Undo) -> None:
     """Make `state_dict()` and deep copies FP32, and `load_state_dict()` refresh the masters."""
-    for module in chain.from_iterable(model.modules() for model in models):
-        register_saving: Any = module.register_state_dict_post_hook
-        register_loading: Any = module.register_load_state_dict_pre_hook
-        undo.callback(register_saving(_Widen(masters, module)).remove)
-        undo.callback(register_loading(_Refresh(masters)).remove)
+    modules: Iterable[Any] = chain.from_iterable(model.modules() for model in models)
+    for module in modules:
+        hook = _InFloat32(masters, weakref.ref(module))
+        undo.callback(module.register_state_dict_post_hook(hook).remove)
+        undo.callback(module.register_load_state_dict_pre_hook(hook.refresh).remove)
         if _is_pretrained(module):
             vars(module)["save_pretrained"] = functools.partial(_save_pretrained, module)
             undo.callback(vars(module).pop, "save_pretrained", None)
 
 
-class _Widen:
-    """A hook on one module: makes 16-bit entries of its `state_dict` FP32 masters, or FP32 copies.
+class _InFloat32:
+    """Hooks on one module: it saves and loads masters, or FP32 copies, for its 16-bit entries.
 
-    `copy.deepcopy` copies it after the module's own tensors, and it then makes their copies FP32. The
-    copied hook has no masters: the copied module saves its own values.
+    `copy.deepcopy` copies them after the module's own tensors, and this then makes their copies FP32.
+    Copied hooks have no masters: the copied module saves its own values.
     """
 
-    def __init__(self, masters: MasterWeights | None = None, module: nn.Module | None = None) -> None:
-        self._masters = MasterWeights() if masters is None else masters
-        self._module = None if module is None else weakref.ref(module)
+    def __init__(self, masters: MasterWeights, module: Callable[[], nn.Module | None]) -> None:
+        self._masters, self._module = masters, module
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
     ) -> None:
+        """Make 16-bit entries of a state dict FP32."""
         masters = self._masters
         for name, tensor in _own_tensors(module):
             entry = state_dict.get(prefix + name)
@@ -63,14 +61,27 @@ class _Widen:
         if not prefix:
             masters.has_saved()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Widen:
-        module = None if self._module is None else self._module()
+    def refresh(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Let masters take the values of a state dict unrounded, before the module loads it."""
+        for name, tensor in _own_tensors(module):
+            value = state_dict.get(prefix + name)
+            pair = self._masters.pair(tensor)
+            if pair is not None and isinstance(value, Tensor) and value.shape == tensor.shape:
+                with self._masters.lock:
+                    state_dict[prefix + name] = pair.load(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InFloat32:
+        module = self._module()
         for name, tensor in () if module is None else _own_tensors(module):
             _widen_copy(module, name, tensor, memo)
-        return _Widen()
+        return _of_a_copy()
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Widen, ()
+    def __reduce__(self) -> tuple[Callable[[], _InFloat32], tuple[()]]:
+        return _of_a_copy, ()
+
+
+def _of_a_copy() -> _InFloat32:
+    return _InFloat32(MasterWeights(), lambda: None)
 
 
 def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) -> None:
@@ -88,34 +99,6 @@ def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) ->
     else:
         stepped.detach().copy_(values)
         memo[id(tensor)] = memo[id(module._parameters)][name] = stepped
-
-
-class _Refresh:
-    """A hook on one module: before it loads a state dict, masters take the values unrounded."""
-
-    def __init__(self, masters: MasterWeights | None = None) -> None:
-        self._masters = MasterWeights() if masters is None else masters
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, tensor in _own_tensors(module):
-            value = state_dict.get(prefix + name)
-            pair = self._masters.pair(tensor)
-            if pair is not None and isinstance(value, Tensor) and value.shape == tensor.shape:
-                with self._masters.lock:
-                    state_dict[prefix + name] = _load(self._masters, pair, value)
-
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _Refresh, ()  # a copy has no masters
-
-
-def _load(masters: MasterWeights, pair: Pair, value: Tensor) -> Tensor:
-    """Load a value into a master and its weight. An interrupt cannot leave them different."""
-    weights: list[Tensor] = []
-    changes = Changes()
-    changes.add(lambda: weights.append(masters.load(pair, value)))
-    changes.add(lambda: pair.parameter.data.copy_(weights[-1]))
-    changes.make()
-    return weights[-1]
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -405,7 +405,7 @@ def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 def _value(attached: AttachedOptimizer, stepped: Tensor) -> Tensor:
     """Return the FP32 values of a master, or the values of a parameter without a master."""
     pair = attached.masters.pair(stepped)
-    return stepped.detach() if pair is None else attached.masters.values(pair)
+    return stepped.detach() if pair is None else pair.values()
 
 
 def _dense(grad: Tensor) -> Tensor:
