@@ -97,10 +97,9 @@ class Optimizer:
     Attributes:
         holds: whether it takes scaled gradients of masters.
         gradients: by the name of the parameter.
-        verdicts: whether the checks have found an overflow in the gradients that are there.
-        cleared: the same of gradients that were cleared since the last step.
+        verdicts: whether the checks since the last step have found an overflow, "elsewhere" if only in
+            gradients of other optimizers; and those before it whose gradients are still there.
         used: how many of the verdicts the last step has gone by.
-        is_assigned: whether a gradient was assigned since then, or made outside of any block.
         open: the block that it is inside.
         delayed: the block that left its gradients scaled.
         is_held: whether gradients of masters wait scaled; None where the table leaves it open.
@@ -108,9 +107,7 @@ class Optimizer:
 
     holds: bool
     gradients: dict[str, Gradient] = field(default_factory=dict)
-    verdicts: list[bool] = field(default_factory=list)
-    cleared: list[bool] = field(default_factory=list)
-    is_assigned: bool = False
+    verdicts: list[bool | str] = field(default_factory=list)
     used: int = 0
     open: Block | None = None
     delayed: Block | None = None
@@ -125,7 +122,7 @@ class Optimizer:
     def must_skip(self) -> bool:
         """Whether a step now must do nothing."""
         assert self.delayed is None
-        return any(self.verdicts) or (self.is_assigned and any(self.cleared))
+        return "elsewhere" in self.verdicts or (any(self.verdicts) and not self.is_finite)
 
     @property
     def states(self) -> tuple[State, ...]:
@@ -162,19 +159,13 @@ class Optimizer:
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Add what backward has made outside of any block: to what is there, or a new gradient."""
-        self.is_assigned |= self.gradients[name].total is None
         self.gradients[name].add(gradient)
         self.is_held = None
 
     def clear_verdicts(self) -> None:
-        """The gradients that they are about are gone."""
-        self.cleared = [*self.cleared, *self.verdicts[self.used :]]
-        self.verdicts, self.used, self.is_assigned = [], 0, False
-
-    def look_at_verdicts(self) -> None:
-        """A gradient that was assigned may come from a block whose gradients were cleared."""
-        if self.is_assigned:
-            self.verdicts, self.cleared = [*self.cleared, *self.verdicts], []
+        """The gradients that they are about are gone; those since the step may be assigned again."""
+        self.verdicts = [overflow for overflow in self.verdicts[self.used :] if overflow]
+        self.used = 0
 
     def zero_grad_of_model(self) -> None:
         """Clear what lies in the model's `.grad`."""
@@ -202,18 +193,16 @@ class Optimizer:
 
     def stepped(self) -> None:
         """The step was taken or skipped; gradients stay."""
-        self.cleared, self.is_assigned, self.is_held = [], False, None
+        self.is_held = None
         self.used = len(self.verdicts)
 
-    def settle(self, overflow: bool | None, is_in_place: bool) -> None:
+    def settle(self, overflow: bool | None, is_alone: bool) -> None:
         """Add newest to the totals: the block is left.
 
         Args:
             overflow: what the check has found, if there was one.
-            is_in_place: whether backward has added to the totals, so that the check was one of sums.
+            is_alone: whether it was of this optimizer's gradients alone.
         """
-        totals = [each.total for each in self.gradients.values() if each.total is not None]
-        are_finite = all(bool(total.isfinite().all()) for total in totals)  # zeros may be written
         new = [gradient for gradient in self.masters() if gradient.newest is not None]
         if self.holds and new:
             settled = any(gradient.total is not None for gradient in self.masters())
@@ -221,10 +210,10 @@ class Optimizer:
         for gradient in self.gradients.values():
             gradient.total, gradient.newest = total_of(gradient.total, gradient.newest), None
         if overflow is not None:
-            is_bad = not (are_finite or is_in_place)
-            still = [is_bad for was_overflow in self.verdicts[: self.used] if was_overflow]
-            self.verdicts = [*still, *self.verdicts[self.used :], overflow]
-            self.used = len(still)
+            left = [True for verdict in self.verdicts[: self.used] if verdict is True]
+            verdict = "elsewhere" if overflow and not is_alone and self.is_finite else overflow
+            self.verdicts = [*left, *self.verdicts[self.used :], verdict]
+            self.used = len(left)
         self.open = self.delayed = None
 
 
@@ -274,7 +263,7 @@ class Block:
             self.scale.found_inf |= not all(gradient.isfinite().all() for gradient in newest)
             overflow = self.scale.found_inf
         for optimizer in optimizers:
-            optimizer.settle(overflow, not optimizer.sets_aside(self))
+            optimizer.settle(overflow, len(optimizers) == 1)
         if update:
             self.scale.update()
 

@@ -134,7 +134,8 @@ def test_a_step_decided_by_the_host_waits_once_for_each_block(
         step(model, optimizer, blocks, factor)
         skipped = amp.step_was_skipped(optimizer)
     assert skipped == (factor != 1.0)
-    assert sum(waits.values()) == (blocks if factor == 1.0 else 1)  # the first overflow settles it
+    # The first overflow settles it, if the gradients are bad still.
+    assert sum(waits.values()) == (blocks if factor == 1.0 else 2)
 
 
 @pytest.mark.parametrize("level", STATIC)

@@ -212,7 +212,9 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
         The host waits for the device.
         """
-        verdicts = self._attached.gradients.verdicts.of_gradients or self._attached.step.verdicts
+        gradients = self._attached.gradients
+        newest = gradients.verdicts.found[gradients.verdicts.stepped :]
+        verdicts = gradients.verdicts_for_step() if newest else self._attached.step.verdicts
         return any(verdict.overflowed for verdict in verdicts)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -60,7 +60,6 @@ class Pairs:
         masters, models: the masters, and the parameters of the model.
         are_plain: whether none is a DTensor, or of another class with its values elsewhere.
         master_list, model_list: the same as `TensorList`s, of local shards; `now` makes them current.
-        were_assigned: whether other code has assigned a gradient since this was last set to False.
     """
 
     def __init__(
@@ -71,7 +70,6 @@ class Pairs:
         self.models: list[Tensor] = [pair.parameter for pair in self.pairs]
         self.are_plain = are_plain([*self.masters, *self.models])
         self.master_list, self.model_list = _values_of(self.masters), _values_of(self.models)
-        self.were_assigned = False
         self._dtypes = [pair.dtype for pair in self.pairs]
         have_one = len(set(self._dtypes)) == 1
         self._dtype = [torch.empty(0, dtype=self._dtypes[0], device="cpu")] if have_one else None
@@ -165,8 +163,6 @@ class Pairs:
         """
         both = zip(self.pairs, grads_of(self.masters), grads_of(self.models), strict=True)
         grads = [_changed(i, *each) for i, each in enumerate(both)]
-        before = {id(pair.grad) for pair in self.pairs}
-        self.were_assigned |= any(id(each) not in before for each in grads if each is not None)
         store_grads(self.masters, grads)
         self.show(grads)
 
@@ -316,7 +312,6 @@ class Pairs:
 
     def forget_grads(self) -> None:
         """Note that both sides have no gradient, or none yet."""
-        self.were_assigned = False
         for pair in self.pairs:
             pair.grad = None
 

@@ -242,7 +242,7 @@ class Block:
         norm = next((each.norms.total for each in deferred if each.norms is not None), None)
         verdict = None if found_inf is None else Verdict(scaler, found_inf.clone())
         for gradients in together:
-            gradients.leave(verdict if gradients in checked else None)
+            gradients.leave(verdict if gradients in checked else None, len(together) == 1)
         if update and (checked or not scaler.config.is_identity):
             scaler.update(norm)
 
@@ -278,7 +278,6 @@ def _agree(
     """Let ranks agree on an overflow, and on the magnitudes that FP8 layers have seen."""
     shared = [history for history in histories if history.recipe.reduce_amax]
     found = [] if found_inf is None else [found_inf]
-    found += [each.left for each in together if each.left is not None]
     tensors = [*found, *(each.seen for each in shared)]
     if tensors:
         of_gradients = [each.groups.process_groups for each in together]

@@ -56,7 +56,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from amp.distributed import groups_of_meshes, place_gradients
+from amp.distributed import groups_of_meshes, place_gradients, reduce_largest
 from amp.errors import AmpRuntimeError
 from amp.kernels import host_lists
 from amp.kernels.interrupts import Change
@@ -160,14 +160,12 @@ class Gradients:
         capabilities: what the optimizer declares.
         groups: what the optimizer's groups held at the last look.
         deferral: the gradients of masters that wait for the step.
-        verdicts: what the checks found since the last step.
+        verdicts: what the checks have found.
         open_block: the block that is entered and not left, or None.
         delayed: the block that left its gradients scaled, or None.
         were_reduced: whether delayed gradients were reduced over the ranks.
         were_stepped: whether a step has used the gradients, and no block was entered since.
         are_hidden: whether masters alone have their gradients, so that a backward may make new ones.
-        left: whether gradients that the last step has left are bad still, if the block that is being
-            left has checked that; float32 `[1]`.
     """
 
     def __init__(
@@ -186,7 +184,6 @@ class Gradients:
         self.delayed: Block | None = None
         self.were_reduced = True
         self.were_stepped = self.are_hidden = False
-        self.left: Tensor | None = None
         self._has_looked = False
         """Whether a forward has looked at the masters since the last step."""
         self.open_block: Block | None = None
@@ -325,9 +322,7 @@ class Gradients:
         groups = self.reconcile("block")
         if self.delayed is None:
             self.were_stepped = False
-            if self.verdicts.of_cleared:
-                self.verdicts.look_for_assigned(grads_of(groups.unmastered))
-        is_checked = self.verdicts.of_gradients and not self._aside
+        is_checked = self.verdicts.found and not self._aside
         if is_checked and not (groups.have_grads() or have_grads(groups.models)):
             self.verdicts.clear()  # other code has cleared the gradients that they are about
 
@@ -363,7 +358,6 @@ class Gradients:
                     parameter.grad = total
             store_grads(self.groups.models)
             self._show()
-        self.verdicts.note_left(grads_of(self.groups.unmastered))
         aside = self._aside if self.delayed is not None else []
         vars(self).update(
             {"_aside": aside, "open_block": None}
@@ -426,8 +420,6 @@ class Gradients:
             new.own.check(scale.inv_scale, found_inf, of_own)
             if not new.will_be_deferred:
                 new.of_masters.check(scale.inv_scale, found_inf, of_masters)
-        if found_inf is not None and self.verdicts.stepped and self.verdicts.may_be_of_left:
-            self.left = self._check_left(found_inf)
         if new.will_be_deferred:
             self.deferral.defer(new, None if is_one else scale.inv_scale, found_inf, of_masters)
         elif self.deferral.deferred is not None:
@@ -444,19 +436,6 @@ class Gradients:
         if self._aside:
             self._add_aside()
 
-    def _check_left(self, found_inf: Tensor) -> Tensor:
-        """Check the gradients of earlier blocks, which a skipped step has left. No host sync.
-
-        Other code may have set them to zero without amp: then no later step is to be skipped for them.
-        """
-        one, is_bad = torch.ones_like(found_inf), torch.zeros_like(found_inf)
-        deferred = self.deferral.deferred
-        of_masters = grads_of(self.groups.masters) if deferred is None else self.deferral.newest
-        left = [grad for grad in (*of_masters, *dict(self._aside).values()) if grad is not None]
-        if left:
-            kernels.unscale.check(unscaling.without_complex(list(map(local, left))), one, is_bad)
-        return is_bad
-
     def _add_aside(self) -> None:
         """Add new gradients at a scale of 1 to those that were set aside. No host sync."""
         for parameter, total in self._aside:
@@ -465,21 +444,23 @@ class Gradients:
                 unscaling.add_grad(parameter, new)
         self._aside = []
 
-    def leave(self, verdict: Verdict | None) -> None:
+    def leave(self, verdict: Verdict | None, is_alone: bool) -> None:
         """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or DEFERRED.
 
-        `verdict` is what the check found, if there was one.
+        Args:
+            verdict: what the check found, if there was one.
+            is_alone: whether the block is of no other optimizer.
         """
         if self.are_hidden:
             self._show()
             dynamo = sys.modules.get("torch._dynamo.callback")
             if dynamo is not None and begin_compiling not in dynamo.callback_handler.start_callbacks:
                 register_with_dynamo(dynamo)  # again: `torch._dynamo.reset` forgets it
-        if self.verdicts.of_cleared:
-            self.verdicts.note_left(grads_of(self.groups.unmastered))
+        self.open_block = self.delayed = None
         if verdict is not None:
-            self.verdicts.add(verdict, self.left)
-        self.left = self.open_block = self.delayed = None
+            if not is_alone and verdict.known and not self._check_again(verdict).item():
+                verdict = Verdict(verdict.scaler, verdict.found_inf, verdict.step, stands=True)
+            self.verdicts.add(verdict)
 
     # The step.
 
@@ -489,9 +470,39 @@ class Gradients:
             self.delayed.finish()
 
     def verdicts_for_step(self) -> list[Verdict]:
-        """Return what the checks found in the gradients that the step is about to use."""
-        self.verdicts.look_for_assigned(grads_of(self.groups.unmastered))
-        return self.verdicts.for_step(self.groups.pairs.were_assigned)
+        """Return the verdicts about the gradients for a step.
+
+        A verdict is about the gradients that a check has seen. If the host knows of an overflow, or if
+        gradients were cleared or left since then, those that are there are checked again: other code
+        may have repaired them, or assigned earlier ones. The host waits only for what `decide` would.
+        """
+        found = self.verdicts.found
+        in_doubt = [each for each in found if each.known is not False]
+        if not in_doubt:
+            return found
+        if not self.verdicts.may_be_of_others:
+            is_on_device = self.capabilities.may_skip and self.capabilities.skips_on_device()
+            bad = (each for each in in_doubt if (each.known if is_on_device else each.overflowed))
+            if (first := next(bad, None)) is None or first.stands:
+                return found
+        is_bad = self._check_again(in_doubt[0])
+        return [each.still(is_bad) for each in found]
+
+    def _check_again(self, verdict: Verdict) -> Tensor:
+        """Return whether a gradient for a step is inf or NaN on any rank, float32 `[1]`. No host sync.
+
+        Ranks ask together: they know of the same overflows, and clear gradients at the same time.
+        """
+        of_masters = grads_of(self.groups.masters)
+        if self.deferral.deferred is not None:
+            of_masters = list(self.deferral.newest)
+        grads = [local(x) for x in (*of_masters, *grads_of(self.groups.unmastered)) if x is not None]
+        one, is_bad = torch.ones_like(verdict.found_inf), torch.zeros_like(verdict.found_inf)
+        if grads:
+            kernels.unscale.check(unscaling.without_complex(grads), one, is_bad)
+        if groups := verdict.scaler.groups_with(self.groups.process_groups):
+            reduce_largest([is_bad], groups)
+        return is_bad
 
     def begin_step(self) -> None:
         """Take over what other code has done, and the gradients of a backward that is under way.
@@ -547,7 +558,7 @@ class Gradients:
         Args:
             verdicts: those that the step went by.
         """
-        self.verdicts.end_step()
+        self.verdicts.stepped = len(self.verdicts.found)
         is_dropped = self.open_block is not None
         if not HAS_GRAD_DTYPE:
             is_dropped |= any(verdict.known for verdict in verdicts)
@@ -581,7 +592,6 @@ class Gradients:
                 grad.zero_()
         self._drop(is_to_none=False)
         result = write_zeros()
-        self.verdicts.note_left(grads_of(self.groups.unmastered))
         if self.open_block is not None:
             for pair in pairs.pairs:
                 pair.grad = pair.master.grad
@@ -599,11 +609,11 @@ class Gradients:
             host_lists.lists.clear_grads(pairs.models)
         for pair in pairs.pairs:
             pair.grad = None
-        pairs.were_assigned = self.were_stepped = False
+        self.were_stepped = False
         if self.deferral.is_possible:
             self.deferral.forget()
-        self.delayed, self.left, self._aside = None, None, []
-        if self.verdicts.of_gradients or self.verdicts.of_cleared:
+        self.delayed, self._aside = None, []
+        if self.verdicts.found:
             self.verdicts.clear()
         if self._synchronization.wrappers:
             self._synchronization.drop_unreduced(self.groups.of_model)

@@ -53,7 +53,7 @@ class OptimizerStep:
         attached: the `AttachedOptimizer`.
 
     Attributes:
-        verdicts: what the checks before the last step found.
+        verdicts: those about the gradients of the last step that may have been overflows.
         is_running: whether the optimizer's own step runs, or its closure.
     """
 
@@ -130,9 +130,7 @@ class OptimizerStep:
         if misuse is not None or not gradients.groups.have_grads():
             attached.check.check_not_replaced()
         before = None if misuse is None else misuse.step_begins()
-        self.verdicts = gradients.verdicts.of_gradients
-        if gradients.verdicts.of_cleared:
-            self.verdicts = gradients.verdicts_for_step()
+        self.verdicts = gradients.verdicts_for_step()
         self._is_to_end, self._unwritten = False, None
 
         def run() -> Any:
@@ -154,7 +152,7 @@ class OptimizerStep:
         result = followed_by(run, self._end)
         if attached.owner.fp8 is not None:
             self._end_iteration()
-        self._learn(self.verdicts)  # last: it may warn, which may be an error
+        self._learn(gradients.verdicts.found)  # last: it may warn, which may be an error
         return result
 
     def _step_fused(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
@@ -301,9 +299,9 @@ class OptimizerStep:
                 gradients.reconcile()
                 gradients.groups.pairs.merge()
                 gradients.deferral.unscale(gradients.groups.pairs)
-                verdicts = gradients.verdicts.take()
-                overflowed = any(verdict.overflowed for verdict in verdicts)
-                self._learn(verdicts)
+                overflowed = any(verdict.overflowed for verdict in gradients.verdicts_for_step())
+                self._learn(gradients.verdicts.found)
+                gradients.verdicts.found = []
                 if not overflowed:
                     return loss
                 gradients.clear()

@@ -26,15 +26,25 @@ if TYPE_CHECKING:
 
 
 class Verdict:
-    """The result of the check of one loss's gradients: `found_inf`, float32 `[1]`, 1 on overflow."""
+    """The result of the check of one loss's gradients.
 
-    def __init__(self, scaler: LossScaler, found_inf: Tensor, step: int | None = None) -> None:
-        self.scaler = scaler
-        self.found_inf = found_inf
+    Args:
+        scaler: of the loss.
+        found_inf: float32 `[1]`, 1 on overflow.
+        step: the number of the scaler's update; None for the next one.
+        stands: whether it is about gradients of other optimizers, and is not asked again.
+    """
+
+    def __init__(
+        self, scaler: LossScaler, found_inf: Tensor, step: int | None = None, stands: bool = False
+    ) -> None:
+        self.scaler, self.found_inf, self.stands = scaler, found_inf, stands
         self.step = scaler.updates if step is None else step
 
     def still(self, found_inf: Tensor) -> Verdict:
-        """Return what is left of it, if its gradients were checked again. No host sync."""
+        """Return what it is now that gradients were checked again. No host sync."""
+        if self.stands:
+            return self
         both = torch.minimum(self.found_inf, found_inf.to(self.found_inf.device))
         return Verdict(self.scaler, both, self.step)
 
@@ -112,6 +122,7 @@ def note_step(
         of_model: returns the parameters that have a gradient, with it.
         names_of: returns the names of parameters.
     """
+    verdicts = [verdict for verdict in verdicts if verdict.known is not False]
     for scaler in {verdict.scaler: None for verdict in verdicts}:
         scaler.recorder.note_step([each.step for each in verdicts if each.scaler is scaler])
     overflows = [verdict for verdict in verdicts if verdict.known]
@@ -157,77 +168,33 @@ MOST_VERDICTS = 256
 
 
 class Verdicts:
-    """The verdicts about the gradients of one optimizer since they were cleared, or checked anew.
+    """What the checks of an optimizer's gradients have found.
 
     Attributes:
-        of_gradients: what the checks found in the gradients that are there.
-        of_cleared: what they found in gradients that were cleared since the last step, and may be
-            assigned again.
-        stepped: how many of `of_gradients` the last step has gone by.
+        found: the verdicts since the last step, also about gradients that were cleared since then and
+            may be assigned again; and those of earlier steps whose gradients are still there.
+        stepped: how many of them the last step has gone by.
+        may_be_of_others: whether they may be about other gradients than those that are there.
     """
 
     def __init__(self) -> None:
-        self.of_gradients: list[Verdict] = []
-        self.of_cleared: list[Verdict] = []
+        self.found: list[Verdict] = []
         self.stepped = 0
-        self._were_assigned = False
-        self._left: set[Tensor | None] = set()
-        """The gradients of parameters without a master that are not assigned, if any were cleared."""
+        self.may_be_of_others = False
 
-    def add(self, verdict: Verdict, left: Tensor | None) -> None:
-        """Note what the check of a block has found.
-
-        Args:
-            verdict: the verdict.
-            left: whether gradients that the last step has left are bad still, float32 `[1]`, if they
-                were checked again.
-        """
-        old, new = self.of_gradients[: self.stepped], [*self.of_gradients[self.stepped :], verdict]
-        still = [] if left is None else [each.still(left) for each in old if each.known is not False]
-        new = joined(new) if len(new) > MOST_VERDICTS else new
-        self.of_gradients, self.stepped = [*still, *new], len(still)
-
-    def note_left(self, grads: Sequence[Tensor | None]) -> None:
-        """Note gradients of parameters without a master: a block has left them, or they are zeros."""
-        if self.of_cleared:
-            self._left = set(grads)
+    def add(self, verdict: Verdict) -> None:
+        """Note what the check of a block has found."""
+        if self.stepped:  # the gradients of a skipped step are left, if they were not set to zero
+            known = self.found[: self.stepped]
+            left = [each for each in known if each.known is not False and not each.stands]
+            self.found[: self.stepped], self.stepped = left, len(left)
+            self.may_be_of_others |= bool(left)
+        self.found.append(verdict)
+        if len(self.found) > MOST_VERDICTS:
+            self.found, self.stepped, self.may_be_of_others = joined(self.found), 0, True
 
     def clear(self) -> None:
         """Note that the gradients were cleared."""
-        if new := self.of_gradients[self.stepped :]:
-            cleared = [*self.of_cleared, *new]
-            self.of_cleared = joined(cleared) if len(cleared) > MOST_VERDICTS else cleared
-        self.of_gradients, self._left, self.stepped = [], set(), 0
-        self._were_assigned = False
-
-    def look_for_assigned(self, grads: Sequence[Tensor | None]) -> None:
-        """Note whether a parameter without a master was given a gradient since some were cleared."""
-        if self.of_cleared and set(grads) - self._left - {None}:
-            self._were_assigned = True
-
-    def for_step(self, were_assigned: bool) -> list[Verdict]:
-        """Return the verdicts that a step must go by.
-
-        A gradient that was assigned may come from any block since the last step, although the gradients
-        of that block were cleared.
-
-        Args:
-            were_assigned: whether gradients of masters were assigned.
-        """
-        if self.of_cleared and (were_assigned or self._were_assigned):
-            self.of_gradients, self.of_cleared = [*self.of_cleared, *self.of_gradients], []
-        return self.of_gradients
-
-    @property
-    def may_be_of_left(self) -> bool:
-        """Whether a step may have been skipped for gradients that it has left. No host sync."""
-        return any(verdict.known is not False for verdict in self.of_gradients[: self.stepped])
-
-    def take(self) -> list[Verdict]:
-        """Return the verdicts about the gradients that are there, and forget them."""
-        taken, self.of_gradients, self.stepped = self.of_gradients, [], 0
-        return taken
-
-    def end_step(self) -> None:
-        """Note that a step has gone by all of them."""
-        self.of_cleared, self._were_assigned, self.stepped = [], False, len(self.of_gradients)
+        new, self.stepped = self.found[self.stepped :], 0
+        self.found = [each for each in new if each.known is not False]
+        self.may_be_of_others = bool(self.found)

@@ -1,0 +1,152 @@
+"""A verdict is about the gradients that a check has seen: other code may repair or replace them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp
+import amp.training.scaler
+from amp.kernels import update_scale
+from tests.levels import DYNAMIC
+
+LEVELS = ["O1", "O2", "O4", "O5", "O7"]
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.1),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
+    "FusedAdam": lambda p: amp.optimizers.FusedAdam(p, 0.1),
+}
+
+
+def in_place(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def without_trace(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def by_another(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    parameter.grad = parameter.grad.nan_to_num(0.0, 0.0, 0.0)
+
+
+def by_removing(parameter: nn.Parameter) -> None:
+    assert parameter.grad is not None
+    if not parameter.grad.isfinite().all():
+        parameter.grad = None
+
+
+class Training:
+    """A model of two layers, the second of which may get gradients that are NaN."""
+
+    def __init__(self, level: str, optimizer: str) -> None:
+        torch.manual_seed(0)
+        layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+        made = OPTIMIZERS[optimizer](layers.parameters())
+        options = {"loss_scale": {"init": 4.0}} if level in DYNAMIC else {}
+        self.layers: Any
+        self.layers, self.optimizer = amp.initialize(
+            layers, made, opt_level=level, verbosity=0, **options
+        )
+
+    def backward(self, factor: float) -> None:
+        first, second = [layer(torch.ones(2, 16)).float().sum() for layer in self.layers]
+        with amp.scale_loss(first + factor * second, self.optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    def values(self) -> list[Tensor]:
+        return [p.detach().float().clone() for p in self.layers.parameters()]
+
+    def step(self) -> list[bool]:
+        """Step, and return for each parameter whether it has changed."""
+        before = self.values()
+        self.optimizer.step()
+        return [not torch.equal(x, y) for x, y in zip(before, self.values(), strict=True)]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("repair", [in_place, without_trace, by_another, by_removing])
+def test_gradients_that_were_repaired_are_stepped(
+    level: str, optimizer: str, repair: Callable[[nn.Parameter], None]
+) -> None:
+    t = Training(level, optimizer)
+    scale = amp.loss_scale()
+    t.backward(math.nan)
+    for parameter in t.layers.parameters():
+        repair(parameter)
+    has_stepped = t.step()
+    assert has_stepped[:2] == [True, True]
+    assert not amp.step_was_skipped(t.optimizer)
+    assert amp.loss_scale() == (scale / 2 if level in DYNAMIC else scale)
+    assert amp.scalars(t.optimizer)["amp/skipped_steps"] == 0
+    t.optimizer.zero_grad()
+    t.backward(1.0)
+    assert all(t.step())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradients_of_which_some_were_repaired_are_not_stepped(level: str, optimizer: str) -> None:
+    t = Training(level, optimizer)
+    t.backward(math.nan)
+    in_place(t.layers[1].weight)
+    assert not any(t.step())
+    assert amp.step_was_skipped(t.optimizer)
+    assert amp.scalars(t.optimizer)["amp/skipped_steps"] == 1
+    in_place(t.layers[1].bias)
+    assert t.step()[:2] == [True, True]  # the step that was skipped has left them
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_closure_may_repair_gradients(level: str, optimizer: str) -> None:
+    t = Training(level, optimizer)
+    evaluations = []
+
+    def closure() -> float:
+        t.optimizer.zero_grad()
+        t.backward(math.nan)
+        for parameter in t.layers.parameters():
+            in_place(parameter)
+        evaluations.append(1)
+        return 0.0
+
+    before = t.values()
+    t.optimizer.step(closure)
+    assert len(evaluations) == 1
+    assert not torch.equal(before[0], t.values()[0])
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer", ["AdamW, fused", "FusedAdam"])
+@pytest.mark.parametrize("bad", [False, True])
+def test_on_a_device_gradients_that_were_assigned_after_others_were_cleared_are_checked(
+    level: str, optimizer: str, bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the host does not know of an overflow, it still does not wait."""
+    for module in (amp.training.scaler, update_scale):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
+    t = Training(level, optimizer)
+    t.backward(math.nan)
+    kept = [p.grad.clone() for p in t.layers.parameters()]
+    t.optimizer.zero_grad()
+    for parameter, grad in zip(t.layers.parameters(), kept, strict=True):
+        parameter.grad = grad if bad else torch.ones_like(grad)
+    if optimizer == "AdamW, fused":  # in plain torch FusedAdam reads the flag by itself
+        monkeypatch.setattr(Tensor, "item", refuse)
+    has_stepped = t.step()
+    monkeypatch.undo()
+    assert has_stepped == [not bad] * 4
+
+
+def refuse(*_: object) -> None:
+    raise AssertionError("the host waited")
