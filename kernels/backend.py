@@ -58,7 +58,7 @@ def uses_triton(device: torch.device, backend: str | None = None) -> bool:
 
 def is_eager() -> bool:
     """Whether nothing watches operations, as a diagnosis does, or compiles them."""
-    return _get_current_dispatch_mode() is None and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:

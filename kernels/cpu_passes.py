@@ -58,7 +58,7 @@ def take(*tensors: Tensor | None, backend: str | None = None) -> bool:
 
     Where a mode watches operations, as that of a diagnosis does, eager torch runs them.
     """
-    if requested(backend)[0] or not is_eager():
+    if not is_eager() or requested(backend)[0]:
         return False
     given = [each for each in tensors if each is not None]
     for each in given:
