@@ -18,7 +18,7 @@ import itertools
 import operator
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from amp.kernels.packing import (
     part_halves,
     unpack,
 )
-from amp.kernels.rule import Formula, Origin, Prepared, Streams
+from amp.kernels.rule import Formula, Origin, Streams
 from amp.kernels.tensor_lists import TensorList, are_plain
 
 WORTH_COMPILING = 2**20
@@ -110,41 +110,62 @@ _IN_CPP = Functions(
 )
 
 
+class Update(NamedTuple):
+    """What a step does to all elements of some tensors.
+
+    Attributes:
+        formula: uses only the element-wise operations that `_Expression` has.
+        numbers: what to multiply the gradients by, and the prepared numbers of the formula.
+        merges: see `amp.kernels.stepping.step`.
+        own_bits: the keys of the random bits of all tensors, int32 `[n]` on the CPU, and their origins;
+            None rounds to nearest.
+    """
+
+    formula: Formula
+    numbers: Sequence[Any]
+    merges: bool
+    own_bits: tuple[Tensor, Sequence[Origin]] | None = None
+
+
 def plan_loop(
-    formula: Formula,
-    lists: Streams,
-    indices: Sequence[int],
-    numbers: Prepared,
-    own_bits: tuple[Sequence[int], Sequence[Origin]] | None = None,
-    merges: bool = False,
+    update: Update, lists: Streams, indices: Sequence[int], backend: str | None
 ) -> tuple[Sequence[int], Change | None]:
     """Return the indices that are left to eager torch, and the change that steps the other tensors.
 
-    Left are tensors with gaps between their elements, or whose strides differ from list to list, and
-    all tensors if the loop cannot be compiled. `suits_loop` must be true for the tensors.
+    Left are tensors with gaps between their elements, or whose strides differ from list to list; and
+    all of them elsewhere than on the CPU, in other dtypes, or if the loop cannot be compiled.
 
     Args:
-        formula: uses only the element-wise operations that `_Expression` has.
-        lists: tensors on the CPU.
-        indices: the tensors to step, all of one combination of dtypes.
-        numbers: what to multiply the gradients by, and the prepared numbers of the formula.
-        own_bits: the keys of the random bits of all tensors, and their origins; None rounds to nearest.
-        merges: see `amp.kernels.stepping.step`.
+        update: the step.
+        lists: the tensors.
+        indices: which of them to step, all of one device and combination of dtypes.
+        backend: see `amp.kernels.backend`.
     """
-    types = tuple([(name, TYPES[tensors[indices[0]].dtype]) for name, tensors in lists.items()])
-    present = tuple([number is not None for number in numbers])
+    dtypes = {name: tensors[indices[0]].dtype for name, tensors in lists.items()}
+    is_suited = (
+        lists["param"][indices[0]].device.type == "cpu"
+        and set(dtypes.values()) <= TYPES.keys()
+        and dtypes.get("low") is not dtypes["param"]
+        and all(map(are_plain, lists.values()))  # others keep their values elsewhere
+        and not any(map(Tensor.is_neg, lists["grad"]))  # their memory holds the negated numbers
+        and not requested(backend)[0]
+    )
+    if not is_suited:
+        return indices, None
+    types = tuple([(name, TYPES[dtype]) for name, dtype in dtypes.items()])
+    present = tuple([number is not None for number in update.numbers])
     elements = sum(lists["param"].kind.sizes)
-    made_of = formula, types, present, own_bits is not None, merges
+    made_of = update.formula, types, present, update.own_bits is not None, update.merges
     loop = loop_for(source_of, made_of, "the optimizer step", elements)
     if loop is None:
         return indices, None
     flat, left = flat_and_others([*lists.values()], indices)
     columns: list[Sequence[int]] = []
-    if own_bits is not None:
-        columns.append([own_bits[0][i] for i in flat])
-        columns += zip(*[own_bits[1][i][1:] for i in flat], strict=True)
+    if update.own_bits is not None:
+        keys, origins = update.own_bits[0].tolist(), update.own_bits[1]
+        columns += zip(*[(keys[i], *origins[i][1:]) for i in flat], strict=True)
     rows = rows_of([*lists.values()], flat, *columns)
-    there = [number for number in numbers if number is not None]
+    there = [number for number in update.numbers if number is not None]
     floats = (ctypes.c_float * len(there))(*there)
     return left, functools.partial(loop, rows, len(flat), floats, torch.get_num_threads())
 
@@ -165,19 +186,6 @@ def rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Seque
     sizes = [lists[0].kind.sizes[i] for i in indices]
     rows = list(itertools.chain.from_iterable(zip(*addresses, sizes, *columns, strict=True)))
     return (ctypes.c_int64 * len(rows))(*rows)
-
-
-def suits_loop(lists: Streams, indices: Sequence[int], backend: str | None) -> bool:
-    """Whether to try the loop for tensors of one device and combination of dtypes."""
-    dtypes = {name: tensors[indices[0]].dtype for name, tensors in lists.items()}
-    return (
-        lists["param"][indices[0]].device.type == "cpu"
-        and set(dtypes.values()) <= TYPES.keys()
-        and dtypes.get("low") is not dtypes["param"]
-        and all(map(are_plain, lists.values()))  # others keep their values elsewhere
-        and not any(map(Tensor.is_neg, lists["grad"]))  # their memory holds the negated numbers
-        and not requested(backend)[0]
-    )
 
 
 _loops: dict[tuple[Any, ...], Any] = {}
@@ -233,11 +241,11 @@ def source_of(
     """Return the loop in C++.
 
     Args:
-        formula: see `plan_loop`.
+        formula: see `Update`.
         types: the name of each list, and its C++ type.
         there: which of the numbers are not None.
         is_random: whether tensors have origins.
-        merges: see `plan_loop`.
+        merges: see `Update`.
     """
     type_of, moments = dict(types), [name for name, _ in types if name.startswith("moment")]
     low, is_packed = type_of.get("low"), type_of.get("moment0") == "int16_t"

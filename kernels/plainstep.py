@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from amp.kernels.cpu_loop import plan_loop, suits_loop
+from amp.kernels.cpu_loop import Update, plan_loop
 from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
 from amp.kernels.interrupts import Change, Changes, at_once, without_grad
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
 from amp.kernels.master_copy import merged
 from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
-from amp.kernels.rule import Formula, Origin, Prepared, StepArguments, Streams, singles
+from amp.kernels.rule import Origin, Prepared, StepArguments, Streams, singles
 from amp.kernels.split import decode, encode
 
 _data: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # also where a subclass has another one
@@ -55,7 +55,6 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
     counted = [steps[i] for i in itertools.chain.from_iterable(groups)]
     changes.add(functools.partial(torch._foreach_add_, counted, 1.0))
     for group in groups:
-        loops = rule.direction is None and suits_loop(lists, group, arguments.backend)
         numbers = _numbers_for(arguments, group)
         on_cpu = is_on_cpu(lists["param"][group[0]])
         for t, same in _alike(steps, group, own if on_cpu else None):
@@ -64,25 +63,17 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
             else:
                 at = functools.cache(functools.partial(rule.at, numbers, t))
                 prepared = _together([at(own[i]) for i in same])
-            left: Sequence[int] = same
-            noise, own_bits = None, None
+            own_bits = None
             if origins is not None:
-                keys = keys_of([origin.seed for origin in origins], t)
-                noise, own_bits = (
-                    functools.partial(_random_bits, keys, origins),
-                    (keys.tolist(), origins),
-                )
-            if loops:
-                left, loop = plan_loop(
-                    formula, lists, same, (scale, *prepared), own_bits, arguments.merges
-                )
+                own_bits = keys_of([origin.seed for origin in origins], t), origins
+            update = Update(formula, (scale, *prepared), arguments.merges, own_bits)
+            left: Sequence[int] = same
+            if rule.direction is None:
+                left, loop = plan_loop(update, lists, same, arguments.backend)
                 if loop is not None:
                     changes.add(loop)
             for pieces in _pieces(lists, left, are_whole):
-                work_out = functools.partial(
-                    _work_out, formula, pieces, scale, prepared, noise, arguments.merges
-                )
-                changes.add_later(work_out)
+                changes.add_later(functools.partial(_work_out, update, pieces))
 
 
 def _alike(
@@ -107,17 +98,16 @@ def _together(prepared: Sequence[Prepared]) -> Sequence[Any]:
 @without_grad
 def measure_plainly(arguments: StepArguments, groups: Sequence[Sequence[int]], norms: Tensor) -> None:
     """Write the norms of some parameters, then of their directions, to `norms`, float32 `[2n]`."""
-    rule, steps, scale = arguments.rule, arguments.steps, _scale_of(arguments)
+    rule, steps = arguments.rule, arguments.steps
     of_params, of_directions = norms.split(len(steps))
     assert rule.at is not None
     for group in groups:
         for t, same in _alike(steps, group):
             *prepared, _ = rule.at(_numbers_for(arguments, group), t, None)
+            numbers = _scale_of(arguments), *prepared
+            update = Update(plain(rule.direction), numbers, arguments.merges)
             for pieces in _pieces(arguments.lists, same, are_whole=True):
-                streams = _as_one([piece.streams() for piece in pieces])
-                p, direction, _ = _applied(
-                    plain(rule.direction), streams, scale, prepared, arguments.merges
-                )
+                p, direction, _ = _applied(update, _as_one([piece.streams() for piece in pieces]))
                 indices = [piece.tensor for piece in pieces]
                 of_params[indices] = norms_of(p).to(norms)
                 of_directions[indices] = norms_of(direction).to(norms)
@@ -157,8 +147,10 @@ class Piece(NamedTuple):
     def shaped(self, values: Tensor) -> Tensor:
         """Return values of all elements, in the order of their memory, in the shape of this piece."""
         like = self.whole["param"]
-        if self.length is not None or not are_flat([like]):
-            return values if self.length is not None else values.view(like.shape)
+        if self.length is not None:
+            return values
+        if not are_flat([like]):
+            return values.view(like.shape)
         return values.as_strided(like.shape, like.stride(), values.storage_offset())
 
     def streams(self) -> Streams:
@@ -233,20 +225,13 @@ def is_on_cpu(tensor: Tensor) -> bool:
 
 
 @without_grad
-def _work_out(
-    formula: Formula,
-    pieces: Sequence[Piece],
-    scale: Any,
-    prepared: Sequence[Any],
-    noise: Any,
-    merges: bool,
-) -> Change:
+def _work_out(update: Update, pieces: Sequence[Piece]) -> Change:
     """Return the change that steps some pieces, in eager torch."""
     each = [piece.streams() for piece in pieces]
-    if noise is not None:
-        for streams, bits in zip(each, noise(pieces), strict=True):
+    if update.own_bits is not None:
+        for streams, bits in zip(each, _random_bits(*update.own_bits, pieces), strict=True):
             streams["noise0"], streams["noise1"] = bits
-    results = _results(formula, _as_one(each), scale, prepared, merges)
+    results = _results(update, _as_one(each))
     if len(each) == 1:
         targets, sources = [each[0][name] for name in results], list(results.values())
     else:
@@ -267,14 +252,12 @@ def _as_one(each: Sequence[Streams]) -> Streams:
     return {name: gather([one[name] for one in each]) for name in each[0]}
 
 
-def _results(
-    formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any], merges: bool
-) -> Streams:
+def _results(update: Update, streams: Streams) -> Streams:
     """Return the new values of tensors of one shape, in their own dtypes or wider ones.
 
     A stream is a tensor or a `TensorGroup`.
     """
-    _, p, new = _applied(formula, streams, scale, prepared, merges)
+    _, p, new = _applied(update, streams)
     results = {"model": p} if "model" in streams else {}
     words = [streams[name] for name in ("noise0", "noise1") if name in streams]
     first, *_ = noise = words or [TO_NEAREST]
@@ -301,22 +284,21 @@ def _moments_in(streams: Streams) -> list[str]:
     return [name for name in streams if name.startswith("moment")]
 
 
-def _applied(
-    formula: Formula, streams: Streams, scale: Any, prepared: Sequence[Any], merges: bool
-) -> Sequence[Any]:
+def _applied(update: Update, streams: Streams) -> Sequence[Any]:
     """Return the parameter in FP32 or FP64, then the formula's results; see `_results`."""
     dtypes = {tensor.dtype for tensor in streams.values()}
     to = torch.float64 if torch.float64 in dtypes else torch.float32
     param, low = streams["param"], streams.get("low")
     p = param.to(to) if low is None else on_each(decode, param, low)
-    if merges:
+    if update.merges:
         p = on_each(merged, streams["model"], p)
     if _are_packed(streams):
         moments = on_each(_both_moments, streams["moment0"])
     else:
         moments = tuple([streams[name].to(to) for name in _moments_in(streams)])
+    scale, *prepared = update.numbers
     g = streams["grad"].to(to) * scale
-    return p, *formula(p, g, moments, prepared, IN_TORCH.sqrt, operator.truediv)
+    return p, *update.formula(p, g, moments, prepared, IN_TORCH.sqrt, operator.truediv)
 
 
 def _both_moments(words: Tensor) -> tuple[Tensor, Tensor]:
