@@ -37,6 +37,16 @@ def by_dtypes(targets: Iterable[Tensor], sources: Iterable[Tensor]) -> list[Chan
     return [functools.partial(torch._foreach_copy_, *both) for both in pairs.values()]
 
 
+def _foreach(function: Callable[..., Any]) -> Any:
+    """Return a method that calls a foreach operation on the tensors of a group."""
+
+    def on_group(group: TensorGroup, *operands: Any) -> TensorGroup:
+        others = [x.tensors if isinstance(x, TensorGroup) else x for x in operands]
+        return TensorGroup(function(group.tensors, *others))
+
+    return on_group
+
+
 class TensorGroup:
     """Tensors of one dtype and device, on which an operator is one foreach operation.
 
@@ -64,31 +74,10 @@ class TensorGroup:
             return self
         return TensorGroup(copies(self.tensors, dtype))
 
-    def sqrt(self) -> TensorGroup:
-        """Return the square roots."""
-        return TensorGroup(torch._foreach_sqrt(self.tensors))
-
-    def sign(self) -> TensorGroup:
-        """Return the signs: -1, 0 or 1."""
-        return TensorGroup(torch._foreach_sign(self.tensors))
-
-    def __add__(self, other: Any) -> TensorGroup:
-        return TensorGroup(torch._foreach_add(self.tensors, _operand(other)))
-
-    def __sub__(self, other: Any) -> TensorGroup:
-        return TensorGroup(torch._foreach_sub(self.tensors, _operand(other)))
-
-    def __mul__(self, other: Any) -> TensorGroup:
-        return TensorGroup(torch._foreach_mul(self.tensors, _operand(other)))
-
-    def __truediv__(self, other: Any) -> TensorGroup:
-        return TensorGroup(torch._foreach_div(self.tensors, _operand(other)))
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-def _operand(other: Any) -> Any:
-    return other.tensors if isinstance(other, TensorGroup) else other
+    sqrt, sign = _foreach(torch._foreach_sqrt), _foreach(torch._foreach_sign)
+    __add__ = __radd__ = _foreach(torch._foreach_add)
+    __mul__ = __rmul__ = _foreach(torch._foreach_mul)
+    __sub__, __truediv__ = _foreach(torch._foreach_sub), _foreach(torch._foreach_div)
 
 
 def on_each(function: Callable[..., Any], first: Any, *others: Any) -> Any:
