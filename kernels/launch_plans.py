@@ -20,8 +20,7 @@ from __future__ import annotations
 
 import functools
 import operator
-import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
@@ -35,8 +34,8 @@ from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
 from amp.kernels.tensor_lists import TensorList, dense, has_own_values
 
-_TAKEN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_TAKEN |= {torch.int8, torch.int16}  # low halves of masters, and moments; see amp.kernels.packing
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_TAKEN = _FLOATS | {torch.int8, torch.int16}  # low halves and moments; see amp.kernels.packing
 _CACHE_SIZE = 64
 _uploaded_in_graphs: list[Tensor] = []
 """Pinned tables that the replays of CUDA graphs upload again."""
@@ -133,12 +132,13 @@ def cached(make: Callable[..., T]) -> Callable[..., T]:
     return get
 
 
-_plans: dict[object, list[tuple[list[tuple[int, ...]], Plan]]] = {}
-_plans_lock = threading.Lock()
+@functools.lru_cache(maxsize=_CACHE_SIZE)
+def _places(*key: object) -> deque[tuple[list[tuple[int, ...]], Plan]]:
+    """Return the plans under a key, the latest first, each with the addresses that it is for."""
+    return deque(maxlen=_PLACES)
 
 
 _CPU, _STRIDED = torch.device("cpu"), torch.strided
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _device = operator.attrgetter("device")
 _dtype = operator.attrgetter("dtype")
 _layout = operator.attrgetter("layout")
@@ -197,18 +197,13 @@ def plan(
         return _make_plan(columns, len(lists), block, backend)
     in_triton = uses_triton(device, backend)
     kinds = [column.kind for column in columns]
-    key = (block, len(lists), device, stream, in_triton, *kinds)
+    places = _places(block, len(lists), device, stream, in_triton, *kinds)
     addresses = [column.addresses for column in columns] if in_triton else []
-    places = _plans.get(key, [])
-    for at, known in places:
+    for at, known in tuple(places):  # another thread may add one
         if at == addresses:
             return known
     found = places[0][1].at(addresses) if places else _make_plan(columns, len(lists), block, backend)
-    with _plans_lock:
-        _plans.pop(key, None)
-        while len(_plans) >= _CACHE_SIZE:
-            del _plans[next(iter(_plans))]  # the oldest
-        _plans[key] = [(addresses, found), *places][:_PLACES]
+    places.appendleft((addresses, found))
     return found
 
 

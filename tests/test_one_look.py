@@ -173,7 +173,8 @@ def launches_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
     for module in (launch_plans, update_scale):
         monkeypatch.setattr(module, "uses_triton", lambda device, backend=None: True)
-    monkeypatch.setattr(launch_plans, "_plans", {})
+    places = functools.lru_cache(launch_plans._places.__wrapped__)
+    monkeypatch.setattr(launch_plans, "_places", places)
 
 
 def count(level: str, optimizer_class: Any, blocks: int) -> Questions:

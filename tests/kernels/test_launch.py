@@ -92,9 +92,9 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     for kernel in (*KERNELS, *QUANTIZING, *QUANTIZING_FP4):
         kernel.device_caches.pop(NoDevice.number, None)
     monkeypatch.setattr(driver, "_active", NoDevice())
-    launch_plans._plans.clear()
+    launch_plans._places.cache_clear()
     yield compiled
-    launch_plans._plans.clear()
+    launch_plans._places.cache_clear()
 
 
 def tensors(n: int, dtype: torch.dtype) -> list[Tensor]:

@@ -10,6 +10,7 @@ import types
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -42,7 +43,7 @@ DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_is_kept() -> None:
-    launch_plans._plans.clear()
+    launch_plans._places.cache_clear()
     launch_plans._chunks.cache_clear()
 
 
@@ -197,29 +198,42 @@ def test_new_tensors_at_old_addresses_are_not_taken_for_the_old_ones() -> None:
     assert torch.equal(storage, expected)
 
 
-def test_gradients_that_move_with_each_step_take_one_plan_without_triton() -> None:
+def test_gradients_that_move_with_each_step_take_one_plan_without_triton(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On the CPU an allocator hands out other addresses each time, and no table holds them."""
-    kept = []
+    kept, made = [], []
+    make = launch_plans._make_plan
+    monkeypatch.setattr(launch_plans, "_make_plan", lambda *args: made.append(1) or make(*args))
     for _ in range(5):
         kept.append([torch.ones(3), torch.ones(4, 4).half()])
         unscale.unscale(kept[-1], kept[-1], torch.tensor([0.5]), None, backend="reference")
-        assert len(launch_plans._plans) == len(*launch_plans._plans.values()) == 1
+        assert len(made) == 1
     assert all((tensor == 0.5).all() for tensors in kept for tensor in tensors)
     with pytest.raises(ValueError, match=r"tensors 1 have shapes \[4, 4\], \[16\]"):
         master_copy.master_copy(kept[0], [kept[1][0], torch.ones(16)], backend="reference")
 
 
+def bounded_places(monkeypatch: pytest.MonkeyPatch, size: int) -> list[Any]:
+    """Let the cache hold plans under so many keys only, and return where they are."""
+    assert 0 < launch_plans._places.cache_parameters()["maxsize"] <= 64
+    made, make = list[Any](), launch_plans._places.__wrapped__
+    bounded = lru_cache(size)(lambda *key: made.append(make(*key)) or made[-1])
+    monkeypatch.setattr(launch_plans, "_places", bounded)
+    return made
+
+
 @pytest.mark.triton
 def test_the_cache_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_plans, "_CACHE_SIZE", 5)
+    places = bounded_places(monkeypatch, 5)
     for n in (2, 3, 4, 5, 6, 7, 8):
         alike = [ones(n) for _ in range(10)]
         for tensors in alike:
             unscale.unscale(tensors, tensors, HALF, None)
         unscale.unscale(alike[0], alike[0], HALF, None)
         assert torch.equal(alike[0][0], torch.full((3,), 0.25, device=DEVICE))
-    assert len(launch_plans._plans) == 5
-    assert {len(places) for places in launch_plans._plans.values()} == {launch_plans._PLACES}
+    assert launch_plans._places.cache_info().currsize == 5
+    assert {len(each) for each in places} == {launch_plans._PLACES}
 
 
 @pytest.mark.triton
@@ -238,7 +252,7 @@ def test_a_backend_that_is_switched_is_switched_at_once(
 
 def test_plans_are_made_in_several_threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_plans, "uses_triton", lambda device, backend: True)
-    monkeypatch.setattr(launch_plans, "_CACHE_SIZE", 3)
+    bounded_places(monkeypatch, 3)
     lists = [ones(n) for n in (1, 2, 3, 4) for _ in range(8)]
 
     def work(seed: int) -> None:
@@ -249,7 +263,7 @@ def test_plans_are_made_in_several_threads_at_once(monkeypatch: pytest.MonkeyPat
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(work, (1, 3, 5, 7)))
-    assert 0 < len(launch_plans._plans) <= 3
+    assert launch_plans._places.cache_info().currsize == 3
 
 
 def test_plans_hold_no_tensor_of_the_caller() -> None:
@@ -407,7 +421,7 @@ def test_a_session_trains_where_triton_is_not_installed() -> None:
 def test_no_operation_waits_for_the_device(name: str) -> None:
     tensors, found_inf = ones(50, torch.float16), torch.zeros(1, device=DEVICE)
     OPERATIONS[name](tensors, found_inf)
-    launch_plans._plans.clear()
+    launch_plans._places.cache_clear()
     launch_plans._chunks.cache_clear()
     torch.cuda.synchronize()
     more = ones(51, torch.float16)
