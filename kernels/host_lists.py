@@ -16,6 +16,7 @@ import operator
 import os
 import sysconfig
 from collections.abc import Sequence
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
 _trains = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
+
 _LIB = Path(torch.__file__).parent / "lib"
+_IS_NEW_ABI = int(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True))  # before torch 2.7 it may be False
+_FLAGS = (
+    *(f"-I{sysconfig.get_path('include')}", f"-D_GLIBCXX_USE_CXX11_ABI={_IS_NEW_ABI}"),
+    *("-fno-strict-aliasing", f"-L{_LIB}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{_LIB}"),
+)
 
 
 class InPython:
@@ -87,44 +94,35 @@ def load_in_background() -> None:
     if _has_begun or os.environ.get("AMP_KERNELS") == "reference":
         return
     _has_begun = True
-    if not _use(load_kept(_source(), *_how())):
+    kept = load_kept(_source(), _FLAGS, _open)
+    if kept is None:
         in_background(_compile)
+    else:
+        _use(kept)
 
 
 def _source() -> str:
     return read_source("host_lists.cpp", {})
 
 
-def _how() -> tuple[Any, ...]:
-    """Return further arguments of `load`: flags, and how to open a library."""
-    is_new = int(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True))  # before torch 2.7 it may be False
-    compiles = f"-I{sysconfig.get_path('include')}", f"-D_GLIBCXX_USE_CXX11_ABI={is_new}"
-    link = f"-L{_LIB}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{_LIB}"
-    return (*compiles, "-fno-strict-aliasing", *link), _open
-
-
 def _open(path: str) -> Any:
     """Return an extension module of Python."""
-    spec = importlib.util.spec_from_file_location("host_lists", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loader = ExtensionFileLoader("host_lists", path)
+    module = importlib.util.module_from_spec(ModuleSpec("host_lists", loader, origin=path))
+    loader.exec_module(module)
     return module
 
 
 def _compile() -> None:
     try:
-        _use(load(_source(), "", *_how()))
+        _use(load(_source(), "", _FLAGS, _open))
     except Exception as error:  # from the compiler, the folder, or this release of torch
         logger.debug("lists of tensors are read in Python: %s", error)
 
 
-def _use(module: Any) -> bool:
-    """Use a loaded module if it reads tensors rightly; return whether it is one."""
+def _use(module: Any) -> None:
+    """Use a loaded module if it reads tensors rightly."""
     global lists
-    if module is None:
-        return False
     tensors: list[Any] = [
         torch.empty(3, device="cpu"),
         torch.nn.Parameter(torch.ones(2, 2, device="cpu")),
@@ -135,4 +133,3 @@ def _use(module: Any) -> bool:
         for name in ("addresses", "versions")
     ):
         lists = module
-    return True

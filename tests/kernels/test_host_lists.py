@@ -26,8 +26,8 @@ def in_cpp() -> Any:
     """The compiled functions; no thread that an earlier test has begun loads others meanwhile."""
     host_lists._has_begun = True
     wait_for_compilers()
-    module = host_lists.load(host_lists._source(), "", *host_lists._how())
-    assert host_lists._use(module)
+    module = host_lists.load(host_lists._source(), "", host_lists._FLAGS, host_lists._open)
+    host_lists._use(module)
     assert host_lists.lists is module, "tensors' pointers were not found in their objects"
     return module
 
@@ -193,9 +193,9 @@ def test_a_library_that_cannot_be_imported_is_left_alone(
     def fail(path: str) -> Any:
         raise ImportError(path)
 
-    flags, opens = host_lists._how()
-    assert host_lists.load_kept(host_lists._source(), flags, opens) is not None
-    assert host_lists.load_kept(host_lists._source(), flags, fail) is None
+    made_of = host_lists._source(), host_lists._FLAGS
+    assert host_lists.load_kept(*made_of, host_lists._open) is not None
+    assert host_lists.load_kept(*made_of, fail) is None
     monkeypatch.setattr(host_lists, "_open", fail)
     monkeypatch.setattr(host_lists, "_compile", lambda: None)
     monkeypatch.setattr(host_lists, "_has_begun", False)
