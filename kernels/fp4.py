@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -33,20 +35,24 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """What 16 neighbours are multiplied by before their Hadamard transform: Transformer Engine's signs."""
 
 
-def quantize_reference(
-    x: Tensor,
-    granularity: Fp4Granularity,
-    by_row: bool,
-    by_column: bool,
-    hadamard: bool,
-    draw: Draw | None,
-    backend: str | None = None,
-) -> Quantized:
+class QuantizeFp4Arguments(NamedTuple):
+    """The arguments of `amp.kernels.quantize_fp4.quantize_fp4` beside the matrix; see there."""
+
+    granularity: Fp4Granularity
+    by_row: bool
+    by_column: bool
+    hadamard: bool
+    draw: Draw | None
+    backend: str | None
+
+
+def quantize_reference(x: Tensor, wanted: QuantizeFp4Arguments) -> Quantized:
     """Do `quantize_fp4` in plain torch, or in the passes of `amp.kernels.cpu_passes`."""
-    rows = _operand(x, granularity, draw, backend) if by_row else None
-    if not by_column:
+    granularity, draw, backend = wanted.granularity, wanted.draw, wanted.backend
+    rows = _operand(x, granularity, draw, backend) if wanted.by_row else None
+    if not wanted.by_column:
         return Quantized(rows, None)
-    transpose = turned(x, columns_of(x.shape[0], granularity), hadamard, backend)
+    transpose = turned(x, columns_of(x.shape[0], granularity), wanted.hadamard, backend)
     return Quantized(rows, _operand(transpose, granularity, draw and draw.of_columns(), backend))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.kernels.fp4 import LARGEST, LARGEST_SCALE, SIGNS
+from amp.kernels.fp4 import LARGEST, LARGEST_SCALE, SIGNS, QuantizeFp4Arguments
 from amp.kernels.fp8 import (
     BLOCKS,
     E8M0_NAN,
@@ -57,27 +57,20 @@ _E8M0_NAN = constant(E8M0_NAN)
 _NEGATIVE = constant(sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0))
 
 
-def run(
-    x: Tensor,
-    granularity: Fp4Granularity,
-    by_row: bool,
-    by_column: bool,
-    hadamard: bool,
-    draw: Draw | None,
-) -> Quantized:
+def run(x: Tensor, wanted: QuantizeFp4Arguments) -> Quantized:
     """Do `quantize_fp4` for a matrix that `quantize_tiles.take` allows."""
     rows, columns = x.shape
+    granularity, hadamard = wanted.granularity, wanted.hadamard and wanted.by_column
     padded = columns_of(rows, granularity)
-    of_rows = _new_operand(x, granularity, rows, columns) if by_row else None
-    of_columns = _new_operand(x, granularity, columns, padded) if by_column else None
-    hadamard = hadamard and by_column
+    of_rows = _new_operand(x, granularity, rows, columns) if wanted.by_row else None
+    of_columns = _new_operand(x, granularity, columns, padded) if wanted.by_column else None
     row_amax = column_amax = None
     if granularity != "1x32":
         amaxes = x.new_zeros(2, dtype=torch.float32)
         row_amax, column_amax = amaxes.unbind()
         as_bits = amaxes.view(torch.int32).unbind()
         if hadamard:
-            which = {"of_rows": as_bits[0] if by_row else None, "of_columns": as_bits[1]}
+            which = {"of_rows": as_bits[0] if wanted.by_row else None, "of_columns": as_bits[1]}
             _launch(amaxes_kernel, x, padded, **which)
         else:
             column_amax = row_amax
@@ -92,7 +85,7 @@ def run(
         **_memory_of(of_columns, "by_column", "transposed", "outer_of_columns"),
         row_amax=row_amax,
         column_amax=column_amax,
-        **_words_of(draw),
+        **_words_of(wanted.draw),
         PADDED=padded,
         HADAMARD=hadamard,
         H=height,

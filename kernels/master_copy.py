@@ -118,7 +118,8 @@ def _run(
     """Merge, or with a flag, float32 `[1]`, set it if that would change anything."""
     both = dense(parameters), dense(masters)
     _check(*[tensors.kind for tensors in both])
-    (_MERGE_PLAINLY if backend else _MERGE).run(both, backend, flag=flag)
+    operation = _MERGE_PLAINLY if backend else _MERGE
+    operation.run(both, backend, flag=flag)
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,7 +40,7 @@ from typing import get_args
 from torch import Tensor
 
 from amp.kernels import fp4_tiles, quantize_tiles
-from amp.kernels.fp4 import quantize_reference
+from amp.kernels.fp4 import QuantizeFp4Arguments, quantize_reference
 from amp.kernels.fp8 import Fp4Granularity, Quantized
 from amp.kernels.interrupts import without_grad
 from amp.kernels.philox import Draw
@@ -79,7 +79,7 @@ def quantize_fp4(
             "hadamard is for '1x16' and '1x32': squares are the weights' in forward and back"
         )
     x = x.detach().contiguous()
-    arguments = (granularity, by_row, by_column, hadamard, draw)
+    wanted = QuantizeFp4Arguments(granularity, by_row, by_column, hadamard, draw, backend)
     if quantize_tiles.take(x, backend):
-        return fp4_tiles.run(x, *arguments)
-    return quantize_reference(x, *arguments, backend)
+        return fp4_tiles.run(x, wanted)
+    return quantize_reference(x, wanted)
