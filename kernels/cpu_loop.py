@@ -159,7 +159,10 @@ def plan_loop(
     loop = loop_for(source_of, made_of, "the optimizer step", elements)
     if loop is None:
         return indices, None
-    flat, left = flat_and_others([*lists.values()], indices)
+    flat, left = indices, list[int]()
+    if any(tensors.kind.orders is not None for tensors in lists.values()):
+        flat = [i for i in indices if are_flat([tensors[i] for tensors in lists.values()])]
+        left = sorted(set(indices) - set(flat))
     columns: list[Sequence[int]] = []
     if update.own_bits is not None:
         keys, origins = update.own_bits[0].tolist(), update.own_bits[1]
@@ -168,16 +171,6 @@ def plan_loop(
     there = [number for number in update.numbers if number is not None]
     floats = (ctypes.c_float * len(there))(*there)
     return left, functools.partial(loop, rows, len(flat), floats, torch.get_num_threads())
-
-
-def flat_and_others(
-    lists: Sequence[TensorList], indices: Sequence[int]
-) -> tuple[Sequence[int], Sequence[int]]:
-    """Return which tensors a loop takes, the flat ones (`launch_plans.are_flat`), and the others."""
-    if all(tensors.kind.orders is None for tensors in lists):
-        return indices, []
-    flat = [i for i in indices if are_flat([tensors[i] for tensors in lists])]
-    return flat, sorted(set(indices) - set(flat))
 
 
 def rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Sequence[int]) -> Any:

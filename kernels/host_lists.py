@@ -123,11 +123,8 @@ def _compile() -> None:
 def _use(module: Any) -> None:
     """Use a loaded module if it reads tensors rightly."""
     global lists
-    tensors: list[Any] = [
-        torch.empty(3, device="cpu"),
-        torch.nn.Parameter(torch.ones(2, 2, device="cpu")),
-    ]
-    tensors += [tensors[0][1:], tensors[1].detach().half()]
+    whole, leaf = torch.empty(3, device="cpu"), torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
+    tensors: list[Any] = [whole, leaf, whole[1:], leaf.detach().half()]
     if module.prepare(torch._C.TensorBase, tensors) and all(
         getattr(module, name)(tensors) == getattr(InPython, name)(tensors)
         for name in ("addresses", "versions")

@@ -202,7 +202,7 @@ def _source_of(dtype: torch.dtype) -> str:
 def _run_in_cpp(loop: Any, parameters: Sequence[Tensor], masters: Sequence[Tensor], does: int) -> bool:
     """Let the loop go through tensors of one dtype, if none has gaps; return whether it has."""
     both = theirs, ours = dense(parameters), dense(masters)
-    if cpu_loop.flat_and_others(both, range(len(ours)))[1]:
+    if not all(map(are_flat, zip(*both, strict=True))):
         return False
     ours.table = _Table(theirs, loop, {})
     return _run_again(*both, does)
