@@ -555,7 +555,7 @@ def test_a_model_moved_after_initialize_gets_an_error() -> None:
     with pytest.raises(
         RuntimeError, match=r"\(2,\) is on meta and its FP32 master on cpu.*Move it first"
     ):
-        Pairs([Pair(torch.ones(2, device="meta"), torch.ones(2), None, None)]).check_devices()
+        Pairs([Pair(torch.ones(2, device="meta"), torch.ones(2))]).check_devices()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -35,7 +35,7 @@ from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, are_same, local
 from amp.lazy import kernels
 from amp.masters import lean
-from amp.masters.grads import grads_of, have_grads, store_grads
+from amp.masters.grads import grads_of, store_grads
 from amp.masters.pair import Pair, untraced
 from amp.torch_versions import HAS_GRAD_DTYPE
 
@@ -69,17 +69,13 @@ class Pairs:
         self.masters: list[Any] = [pair.master for pair in self.pairs]
         self.models: list[Tensor] = [pair.parameter for pair in self.pairs]
         self.are_plain = are_plain([*self.masters, *self.models])
-        self.master_list, self.model_list = _values_of(self.masters), _values_of(self.models)
+        self.master_list, self.model_list = map(TensorList, self._shards())
         self._dtypes = [pair.dtype for pair in self.pairs]
-        have_one = len(set(self._dtypes)) == 1
-        self._dtype = [torch.empty(0, dtype=self._dtypes[0], device="cpu")] if have_one else None
-        """A tensor of the dtype of all parameters, or None."""
+        self._like = [torch.empty(0, dtype=dtype, device="cpu") for dtype in self._dtypes[:1]]
+        """A tensor of the dtype that all parameters usually have."""
         self._are_whole = all(pair.low is None for pair in self.pairs)
         self._called = called
         self._part: Pairs | None = None
-
-    def __len__(self) -> int:
-        return len(self.pairs)
 
     # The look.
 
@@ -93,8 +89,8 @@ class Pairs:
         if not pairs:
             return found
         lists = host_lists.lists
-        have_one = self._dtype is not None and lists.have_dtype(self.models, self._dtype)
-        if not have_one and list(map(_dtype, self.models)) != self._dtypes:
+        may_differ = not lists.have_dtype(self.models, self._like)
+        if may_differ and list(map(_dtype, self.models)) != self._dtypes:
             found.append(Pairs._take_dtypes)
         if at_grads:
             common = [pair.grad for pair in pairs]
@@ -130,11 +126,9 @@ class Pairs:
         cast = [pair for pair in self.pairs if pair.parameter.dtype is not pair.dtype]
         for pair in cast:
             if pair.parameter.dtype is not torch.float32:
-                raise AmpRuntimeError(
-                    cast_text(self._called(pair.parameter), pair.parameter, pair.dtype)
-                )
+                raise AmpRuntimeError(cast_text(self._called, pair.parameter, pair.dtype))
         given = [pair.parameter.detach() for pair in cast]
-        if all(_are_equal(values, pair) for values, pair in zip(given, cast, strict=True)):
+        if all(map(_are_equal, given, cast)):
             warn(
                 f"{self._called(cast[0].parameter)} is {given[0].dtype} and was {cast[0].dtype} at "
                 "amp.initialize, with the same values: the model was cast after it, by .float() or "
@@ -164,7 +158,7 @@ class Pairs:
         both = zip(self.pairs, grads_of(self.masters), grads_of(self.models), strict=True)
         grads = [_changed(i, *each) for i, each in enumerate(both)]
         store_grads(self.masters, grads)
-        self.show(grads)
+        self.show()
 
     def were_written(self) -> bool:
         """Whether other code has changed a master, with a trace, since both last agreed."""
@@ -177,17 +171,12 @@ class Pairs:
         backward stays valid if nothing was changed.
         """
         changed = [pair for pair in self.pairs if pair.has_changed and pair.has_memory]
-        if not self._are_whole:
-            for pair in changed:
-                if pair.holder is pair.parameter:  # else both halves are written when it is split
-                    lean.clear_low(pair)
-                pair.note_agreement()
-            return
-        quiet = [pair for pair in changed if local(pair.master)._version == pair.version]
-        self._round([pair for pair in changed if pair not in quiet])
-        sources, targets = map(_to_write, quiet), [untraced(pair.parameter) for pair in quiet]
-        kernels.master_copy.master_copy(list(sources), targets)
-        for pair in quiet:
+        if self._are_whole:
+            sources, targets = map(_to_write, changed), map(_where_to_write, changed)
+            kernels.master_copy.master_copy(list(sources), list(targets))
+        else:
+            lean.clear_low([pair for pair in changed if pair.holder is pair.parameter])
+        for pair in changed:
             pair.note_agreement()
 
     # Values.
@@ -196,11 +185,15 @@ class Pairs:
         """Update the addresses of both lists, and return these pairs."""
         lists = [self.master_list, self.model_list]
         if not self.are_plain:  # a DTensor may have another shard
-            shards = [list(map(local, tensors)) for tensors in (self.masters, self.models)]
-            both = zip(lists, shards, strict=True)
+            both = zip(lists, self._shards(), strict=True)
             lists = [known if are_same(x, known) else TensorList(x) for known, x in both]
         self.master_list, self.model_list = [known.now() for known in lists]
         return self
+
+    def _shards(self) -> list[list[Tensor]]:
+        """Return masters and parameters; of DTensors the shards that this rank holds."""
+        both = [self.masters, self.models]
+        return both if self.are_plain else [list(map(local, tensors)) for tensors in both]
 
     def merge(self) -> None:
         """Let masters take what was written to parameters, however it was written. No host sync.
@@ -253,24 +246,17 @@ class Pairs:
         """Round the masters that train, or have a gradient, into their parameters. No host sync."""
         if not self._are_whole:
             lean.write_halves(lean.joined_of(self.pairs))
-        elif all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
-            if self.are_plain:
-                self.now()
-                kernels.master_copy.round_back(self.model_list, self.master_list)
-            else:
-                kernels.master_copy.master_copy(self.masters, self.models)
-        else:
-            self._round([pair for pair in self.pairs if pair.trains or pair.master.grad is not None])
+        elif not all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
+            some = Pairs([pair for pair in self.pairs if pair.trains or pair.master.grad is not None])
+            kernels.master_copy.master_copy(some.masters, some.models)
+            some.note_agreement()
             return
+        elif self.are_plain:
+            self.now()
+            kernels.master_copy.round_back(self.model_list, self.master_list)
+        else:
+            kernels.master_copy.master_copy(self.masters, self.models)
         self.note_agreement()
-
-    def _round(self, pairs: Sequence[Pair]) -> None:
-        """Round some whole masters into their parameters. No host sync."""
-        if pairs:
-            masters, models = [pair.master for pair in pairs], [pair.parameter for pair in pairs]
-            kernels.master_copy.master_copy(masters, models)
-        for pair in pairs:
-            pair.note_agreement()
 
     def note_agreement(self) -> None:
         """Note that masters and parameters agree now."""
@@ -290,9 +276,9 @@ class Pairs:
         if any([pair.grad is not None for pair in self.pairs]):  # noqa: C419
             store_grads(self.models)
 
-    def show(self, grads: Sequence[Tensor | None] | None = None) -> None:
-        """Give parameters the gradients of their masters, if these are known, and note them."""
-        grads = list(map(_grad, self.masters)) if grads is None else grads
+    def show(self) -> None:
+        """Give parameters the gradients of their masters, and note them."""
+        grads = list(map(_grad, self.masters))
         for pair, grad in zip(self.pairs, grads, strict=True):
             pair.grad = grad
         if not HAS_GRAD_DTYPE:
@@ -305,10 +291,6 @@ class Pairs:
             for model in self.models:
                 model.grad_dtype = None
             store_grads(self.models, grads)
-
-    def have_grads(self) -> bool:
-        """Whether any master has a gradient."""
-        return have_grads(self.masters)
 
     def forget_grads(self) -> None:
         """Note that both sides have no gradient, or none yet."""
@@ -360,24 +342,26 @@ def _are_equal(values: Tensor, pair: Pair) -> bool:
 
 
 def _to_write(pair: Pair) -> Tensor:
-    """Return the values of a master, and of its parameter where that was written since `given`."""
+    """Return the values of a changed master; its parameter's where that was written since `given`."""
     master, parameter = local(pair.master).detach(), local(pair.parameter).detach()
     before = pair.given  # once: another thread may be saving the model
-    if before is None or master.data_ptr() != pair.address:
+    if before is None or pair.was_written:
         return master
     is_as_before = parameter.view(torch.int16) == before.view(torch.int16)
     return torch.where(is_as_before, master, parameter)
 
 
-def cast_text(called: str, parameter: Tensor, dtype: torch.dtype) -> str:
+def _where_to_write(pair: Pair) -> Tensor:
+    """Return the parameter of a changed master; without a trace of the change, an alias without one."""
+    has_trace = local(pair.master)._version != pair.version
+    return pair.parameter if has_trace else untraced(pair.parameter)
+
+
+def cast_text(called: Callable[[Tensor], str], parameter: Tensor, dtype: torch.dtype) -> str:
     """Return the message about a parameter that was cast after `initialize`."""
     return (
-        f"{called} is {parameter.dtype} and was {dtype} at "
+        f"{called(parameter)} is {parameter.dtype} and was {dtype} at "
         "amp.initialize: the model was cast after it, by .half(), .float() or .to(), or "
         ".data was given such values, as torch.nn.utils.vector_to_parameters does. Leave "
         "out the cast, or do it before; write FP32 values to amp.master_params(optimizer)"
     )
-
-
-def _values_of(tensors: Sequence[Tensor]) -> TensorList:
-    return TensorList(tensors if are_plain(tensors) else list(map(local, tensors)))

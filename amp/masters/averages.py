@@ -67,9 +67,8 @@ def _make_lerp(original: Callable[..., Any]) -> Callable[..., Any]:
     def lerp(input: Any, end: Any, weight: Any, **kwargs: Any) -> Any:
         if getattr(input, "dtype", None) is getattr(end, "dtype", None) is _FLOAT32 and not kwargs:
             return original(input, end, weight)
-        if _are_different(input, end):
-            input, end = _as_wide_as(end, input), _as_wide_as(input, end)
-        elif _is_narrow_average(input, end, weight):
+        input, end = _as_wide_as(end, input), _as_wide_as(input, end)
+        if _is_narrow_average(input, end, weight):
             _warn_of_narrow_average(input.dtype)
         return original(input, end, weight, **kwargs)
 
@@ -107,15 +106,11 @@ def _make_foreach_lerp_(original: Callable[..., Any]) -> Callable[..., Any]:
     return _foreach_lerp_
 
 
-def _are_different(start: Any, end: Any) -> bool:
-    return isinstance(start, Tensor) and isinstance(end, Tensor) and start.dtype is not end.dtype
-
-
 def _as_wide_as(other: Any, tensor: Any) -> Any:
     """Return the FP32 values of a 16-bit tensor if it is averaged with FP32, else the tensor itself."""
-    if not _are_different(other, tensor):
+    if not (isinstance(other, Tensor) and isinstance(tensor, Tensor)):
         return tensor
-    if tensor.dtype not in LOW_PRECISION or other.dtype is not torch.float32:
+    if tensor.dtype not in LOW_PRECISION or other.dtype is not _FLOAT32:
         return tensor
     return tensor.float() if _is_differentiated(other, tensor) else values_of(tensor)
 

@@ -70,8 +70,9 @@ def merge(joined: Iterable[Pair]) -> None:
 
 
 @without_grad
-def clear_low(pair: Pair) -> None:
-    """Clear the low bits of a split master where other code has written the weights, and of zeros."""
-    weights, low = local(pair.parameter), local(pair.low)
-    high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
-    low.copy_(torch.where((high == weights) & (weights != 0), low, 0))
+def clear_low(parted: Iterable[Pair]) -> None:
+    """Clear the low bits of split masters where other code has written weights, and those of zeros."""
+    for pair in parted:
+        weights, low = local(pair.parameter), local(pair.low)
+        high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
+        low.copy_(torch.where((high == weights) & (weights != 0), low, 0))

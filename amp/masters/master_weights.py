@@ -134,12 +134,6 @@ class MasterWeights:
                 # differ.
                 data = data.to(parameter.dtype)
             master = Master(data.to(torch.float32, copy=True), parameter.requires_grad)
-            low: Tensor | None = None
-            if self._kind is None:
-                register_master()
-            else:
-                dtype = kernels.split.low_dtype(self._kind, parameter.dtype)
-                low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
             if HAS_GRAD_DTYPE:
                 parameter.grad, parameter.grad_dtype = None, None  # it may have its master's gradient
             if grad is not None:
@@ -147,8 +141,12 @@ class MasterWeights:
                 parameter.grad = master.grad if HAS_GRAD_DTYPE else None
             # What a script attaches to one is at the other.
             object.__setattr__(master, "__dict__", parameter.__dict__)
-            pair = Pair(parameter, master, low, self._dtype_before.get(parameter))
-            if low is not None:
+            pair = Pair(parameter, master)
+            if self._kind is None:
+                register_master()
+            else:
+                dtype = kernels.split.low_dtype(self._kind, parameter.dtype)
+                pair.low = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 split([pair])
             self._pair_of[parameter] = self._pair_of[master] = pair
             self._sizes.add(parameter.numel())
@@ -164,7 +162,7 @@ class MasterWeights:
         pair = self._pair_of.get(master)
         if pair is None:
             return
-        parameter, dtype = pair.parameter, pair.dtype_before
+        parameter, dtype = pair.parameter, self._dtype_before.get(pair.parameter)
         if dtype is not None and parameter.dtype is pair.dtype and dtype is not pair.dtype:
             data = self.memory.cast(parameter, dtype, self.merged(pair))
             Contents.cast(parameter, dtype, data).put_into(parameter)

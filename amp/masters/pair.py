@@ -77,7 +77,6 @@ class Pair:
         holder: what holds the master's values: the master, or where a lean one is split the parameter,
             which is their upper half.
         dtype: the parameter's, which it keeps as long as the session is open.
-        dtype_before: what it had before `initialize` has cast it; None if that has not.
         users: the optimizers that hold the master.
         version, address: of the holder's values, when both last agreed.
         trains: whether both required a gradient then.
@@ -87,16 +86,14 @@ class Pair:
     """
 
     __slots__ = (
-        *("parameter", "master", "low", "holder", "dtype", "dtype_before", "users"),
-        *("version", "address", "trains", "grad", "given", "__weakref__"),
+        *("parameter", "master", "low", "holder", "dtype", "users", "trains", "grad"),
+        *("version", "address", "given", "__weakref__"),
     )
 
-    def __init__(
-        self, parameter: Tensor, master: Tensor, low: Tensor | None, dtype_before: torch.dtype | None
-    ) -> None:
-        self.parameter, self.master, self.holder = parameter, master, master
-        self.low: Any = low
-        self.dtype, self.dtype_before = parameter.dtype, dtype_before
+    def __init__(self, parameter: Tensor, master: Tensor) -> None:
+        self.parameter, self.dtype = parameter, parameter.dtype
+        self.master = self.holder = master
+        self.low: Any = None
         self.users: list[object] = []
         self.trains, self.grad = master.requires_grad, master.grad
         self.note_agreement()

@@ -97,16 +97,15 @@ class SharedState(defaultdict[Any, Any]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a deep copy in which 16-bit parameters, and the tensors of their entries, are FP32."""
-        plain = defaultdict(self.default_factory, self)
-        copied: Any = copy.deepcopy(plain, memo)
-        for key, entries in zip(copied, self.values(), strict=True):
+        copied: Any = copy.deepcopy(self.copy(), memo)
+        for key, entries in copied.items():
             if not isinstance(key, Tensor) or not isinstance(entries, dict):
                 continue
             if key.dtype in LOW_PRECISION:
                 set_values(key, key.detach().float())
             for name, value in entries.items():
                 if isinstance(value, Tensor) and value.dim() and value.dtype in LOW_PRECISION:
-                    copied[key][name] = copied[key][name].to(key.dtype)
+                    entries[name] = value.to(key.dtype)
         return copied
 
     def __reduce__(self) -> Any:

@@ -82,7 +82,7 @@ def _stepped_for(parameters: Any, name: str) -> list[Tensor]:
             gradients.finish_delayed()
             gradients.reconcile()
             master_of |= zip(map(id, groups.models), groups.masters, strict=True)
-        elif groups.pairs.have_grads() or not block.scaler.config.is_identity:
+        elif have_grads(groups.masters) or not block.scaler.config.is_identity:
             warn(
                 f"{name} was called inside amp.scale_loss, where gradients are multiplied by "
                 "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what "

@@ -23,7 +23,7 @@ from amp.kernels.interrupts import outside_inference_mode, without_grad
 from amp.kernels.tensor_lists import Kind, TensorList, are_same, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
-from amp.masters.grads import grads_of, store_grads
+from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
 from amp.training.unscaling import NewGradients
@@ -198,7 +198,7 @@ class Deferral:
         if any([len(pair.users) > 1 for pair in pairs.pairs]):  # noqa: C419 (is faster)
             return False
         if self.deferred is None:
-            return not pairs.have_grads()
+            return not have_grads(pairs.masters)
         is_sum = not new.of_masters.grads or self.deferred.of is new.pairs
         return is_sum and not self._unscaling.is_done
 

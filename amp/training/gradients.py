@@ -243,7 +243,7 @@ class Gradients:
         known, optimizer, called = self.groups, self._optimizer, self._check.called
         for parameter, dtype in zip(known.unmastered, known.dtypes, strict=True):
             if parameter.dtype is not dtype:
-                raise AmpRuntimeError(cast_text(called(parameter), parameter, dtype))
+                raise AmpRuntimeError(cast_text(called, parameter, dtype))
         groups = Groups([group["params"] for group in optimizer.param_groups], self._masters, called)
         if groups.have_replaced:
             raise AmpRuntimeError(
