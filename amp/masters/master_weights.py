@@ -164,7 +164,10 @@ class MasterWeights:
             return
         parameter, dtype = pair.parameter, self._dtype_before.get(pair.parameter)
         if dtype is not None and parameter.dtype is pair.dtype and dtype is not pair.dtype:
-            data = self.memory.cast(parameter, dtype, self.merged(pair))
+            one = Pairs([pair])
+            one.resolve(one.differences(at_grads=False))
+            one.merge()
+            data = self.memory.cast(parameter, dtype, pair.values())
             Contents.cast(parameter, dtype, data).put_into(parameter)
         self._pair_at = {}
         if user in pair.users:

@@ -30,10 +30,6 @@ class SharedState(defaultdict[Any, Any]):
         self.replaced = replaced
         self._masters = masters
 
-    def give_back(self) -> None:
-        """Put the entries back into the mapping that this one takes the place of. Idempotent."""
-        self.replaced.update(self)
-
     def _key(self, key: Any) -> Any:
         master = self._masters.master(key) if isinstance(key, Tensor) else None
         return key if master is None else master
@@ -59,10 +55,7 @@ class SharedState(defaultdict[Any, Any]):
         """Remove an entry."""
         super().__delitem__(self._key(key))
 
-    def update(self, *mappings: Any, **others: Any) -> None:
-        """Set several entries."""
-        for key, value in dict(*mappings, **others).items():
-            self[key] = value
+    update: Any = MutableMapping.update  # it sets each entry by `__setitem__`
 
     def __ior__(self, mapping: Any) -> Self:
         """Set several entries."""

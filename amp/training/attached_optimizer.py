@@ -274,7 +274,7 @@ class AttachedOptimizer:
     def _give_state_back(self) -> None:
         for holder in (self.optimizer, *self._wrappers):
             if isinstance(state := vars(holder).get("state"), SharedState):
-                state.give_back()
+                state.replaced.update(state)
                 holder.state = state.replaced
 
     def _add_param_group(self, add: Callable[..., Any], group: dict[str, Any]) -> Any:
