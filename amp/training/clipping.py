@@ -110,10 +110,8 @@ def _warn_if_chosen_by_gradient(
 
 
 def _are_in_masters(gradients: Gradients) -> bool:
-    """Whether masters have gradients for a step, in `.grad` or deferred."""
-    if gradients.were_stepped:
-        return False
-    return gradients.state is State.DEFERRED or have_grads(gradients.groups.masters)
+    """Whether masters have gradients for a step."""
+    return not gradients.were_stepped and have_grads(gradients.groups.masters)
 
 
 def _total_norm(
@@ -121,19 +119,19 @@ def _total_norm(
 ) -> Any:
     """Warn if gradients are scaled, or lack those of masters, and return their norm."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    ids = set(map(id, given))
     for gradients in [attached.gradients for attached in _attached_of(())]:
-        if gradients.state is not State.DELAYED and not _are_in_masters(gradients):
-            continue
-        groups, ids = gradients.groups, set(map(id, given))
+        groups = gradients.groups
         own, theirs = [set(map(id, grads_of(x))) for x in (groups.unmastered, groups.masters)]
-        is_about_them = not ids or not ids.isdisjoint(own)
-        if gradients.state is State.DELAYED and (is_about_them or not ids.isdisjoint(theirs)):
+        if ids and ids.isdisjoint(own | theirs):
+            continue
+        if gradients.state is State.DELAYED:
             warn(
                 f"{name} was called while gradients are multiplied by the loss "
                 "scale, which a block with delay_unscale=True, or a backward that did not reduce, has "
                 "left. Leave delay_unscale out in the last block before the norm"
             )
-        elif not HAS_GRAD_DTYPE and is_about_them and ids.isdisjoint(theirs):
+        elif not HAS_GRAD_DTYPE and ids.isdisjoint(theirs) and _are_in_masters(gradients):
             warn(
                 f"{name} was given {len(given)} gradients, and not those of "
                 f"{len(groups.masters)} parameters whose gradients are in their FP32 masters. Pass "
