@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ SCALE, INVERSE, GOOD_STEPS, HYSTERESIS, FOUND_INF, OVERFLOWS, UPDATES = range(7)
 """The index of each number in a scaler's state; see `amp.kernels.update_scale`."""
 STATE_SIZE = 7
 KEPT = 256
+"""How many updates are kept, and how many copies that nobody asks for."""
 BELOW_ONE = 3
 """How many overflows in a row at a scale below 1 are a streak, whatever the patience."""
 SETTLED = 16
@@ -30,24 +31,23 @@ class HostCopies:
     """A queue of copies on their way from a device to the host.
 
     Attributes:
-        underway: the copies: number, tensor on the host, and what tells that it has come.
+        underway: the copies: what each is about, a tensor on the host, and what tells that it has come.
     """
 
     def __init__(self) -> None:
-        # Copies that nobody asks for are dropped, the oldest first.
-        self.underway: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque(maxlen=256)
+        self.underway: deque[tuple[Any, Tensor, torch.cuda.Event | None]] = deque(maxlen=KEPT)
 
-    def send(self, tensor: Tensor, number: int = 0) -> None:
+    def send(self, tensor: Tensor, about: Any = None) -> None:
         """Start to copy what a tensor holds now. The host does not wait for the device.
 
         Nothing is sent in CUDA graph capture: the host does not see what a replay does.
 
         Args:
             tensor: a few numbers.
-            number: the number of the copy; later copies have larger ones.
+            about: what `arrived` returns with it: for its `until` a number, larger for later copies.
         """
         if not tensor.is_cuda:
-            self.underway.append((number, tensor.clone(), None))
+            self.underway.append((about, tensor.clone(), None))
             return
         with torch.cuda.device(tensor.device):
             if torch.cuda.is_current_stream_capturing():
@@ -56,10 +56,10 @@ class HostCopies:
             copy.copy_(tensor, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self.underway.append((number, copy, event))
+        self.underway.append((about, copy, event))
 
-    def arrived(self, wait: bool = False, until: int = -1) -> list[tuple[int, list[float]]]:
-        """Return the copies that came since the last call, with their numbers, oldest first.
+    def arrived(self, wait: bool = False, until: int = -1) -> list[tuple[Any, list[float]]]:
+        """Return the copies that came since the last call, and what they are about, oldest first.
 
         Args:
             wait: wait for copies that are still under way. Otherwise the host does not wait for a CUDA
@@ -70,13 +70,13 @@ class HostCopies:
             return []  # there events cannot be queried
         values = []
         while self.underway:
-            number, copy, event = self.underway[0]
+            about, copy, event = self.underway[0]
             if event is not None:
-                if wait or number <= until:
+                if wait or (until >= 0 and about <= until):
                     event.synchronize()
                 elif not event.query():  # type: ignore[no-untyped-call]
                     break
-            values.append((number, copy.tolist()))
+            values.append((about, copy.tolist()))
             self.underway.popleft()
         return values
 
@@ -86,56 +86,6 @@ _LISTS = 8
 
 Parameters = Sequence[Tensor]
 Names = Callable[[Parameters], list[str]]
-
-
-class BadGradients:
-    """For each parameter, by its name, the last update of a scaler at which its gradient was bad.
-
-    Kernels log it where the host learns of an overflow too late to check the gradients; elsewhere
-    `amp.training.verdicts` checks them.
-
-    Attributes:
-        last: the numbers of the updates, as far as they have reached the host.
-        underway: the names of those that have not, oldest first.
-    """
-
-    def __init__(self) -> None:
-        self.last: dict[str, int] = {}
-        self.underway: deque[Sequence[str]] = deque(maxlen=256)
-        self._copies = HostCopies()
-        self._logs: dict[int, tuple[Parameters, Tensor, Names]] = {}
-
-    def log_of(self, parameters: Parameters, names: Names) -> Tensor:
-        """Return the tensor that a kernel writes: float32 `[n]`, one entry a parameter, NaN at first.
-
-        Args:
-            parameters: the same list each time, of one device.
-            names: returns the names of parameters.
-        """
-        if id(parameters) not in self._logs:
-            if len(self._logs) == _LISTS:
-                del self._logs[next(iter(self._logs))]
-            log = torch.full(
-                (len(parameters),), math.nan, dtype=torch.float32, device=parameters[0].device
-            )
-            self._logs[id(parameters)] = parameters, log, names
-        return self._logs[id(parameters)][1]
-
-    def send(self, names: Sequence[str], updates: Tensor) -> None:
-        """Start to copy the last bad update of each name, NaN for none, to the host. No host sync."""
-        self._copies.send(updates)
-        self.underway.append(names)
-
-    def send_logs(self) -> None:
-        """Start to copy what kernels have logged to the host. No host sync."""
-        for parameters, log, names in self._logs.values():
-            self.send(names(parameters), log)
-
-    def learn(self, wait: bool) -> None:
-        """Read the copies that have arrived; `wait` waits for the others."""
-        for _, updates in self._copies.arrived(wait):
-            named = zip(self.underway.popleft(), updates, strict=True)
-            self.last |= {name: int(update) for name, update in named if not math.isnan(update)}
 
 
 class Transition(NamedTuple):
@@ -176,9 +126,10 @@ class FlightRecorder:
         streaks: the steps at which streaks were reached, each streak once.
         scale: the scale after the newest row.
         overflows: how many there were.
-        states: the states after updates that are on their way to the host, with the norm of the
-            unscaled gradients, if it is known.
-        bad: which gradients were bad.
+        states: the states after updates that are on their way to the host, each about the number of its
+            update, with the norm of the unscaled gradients if it is known.
+        bad: the last update at which each of some gradients was bad, NaN for none, on their way to the
+            host, about the names of the parameters.
     """
 
     def __init__(self, loss_id: int, patience: int, scale: float) -> None:
@@ -195,7 +146,33 @@ class FlightRecorder:
         self._overflowed: set[int] = set()
         self._steps: deque[frozenset[int]] = deque()
         """The updates of each step that `_skipped` does not count yet."""
-        self.states, self.bad = HostCopies(), BadGradients()
+        self.states, self.bad = HostCopies(), HostCopies()
+        self._bad_steps: dict[str, int] = {}
+        """What has arrived of `bad`, by the parameter's name."""
+        self._logs: dict[int, tuple[Parameters, Tensor, Names]] = {}
+
+    # Recording.
+
+    def log_of(self, parameters: Parameters, names: Names) -> Tensor:
+        """Return the tensor in which kernels log the last bad update of each parameter's gradient.
+
+        They do where the host learns of an overflow too late to check the gradients.
+
+        Args:
+            parameters: the same list each time, of one device.
+            names: returns the names of parameters.
+
+        Returns:
+            float32 `[n]`, NaN at first.
+        """
+        if id(parameters) not in self._logs:
+            if len(self._logs) == _LISTS:
+                del self._logs[next(iter(self._logs))]
+            log = torch.full(
+                (len(parameters),), math.nan, dtype=torch.float32, device=parameters[0].device
+            )
+            self._logs[id(parameters)] = parameters, log, names
+        return self._logs[id(parameters)][1]
 
     def note_step(self, updates: Iterable[int]) -> None:
         """Note that an optimizer has stepped, or skipped a step, after these updates.
@@ -205,6 +182,8 @@ class FlightRecorder:
         numbers = frozenset(updates)
         if max(numbers) > self._counted_to and numbers not in self._steps:
             self._steps.append(numbers)
+
+    # Reading.
 
     def learn(self, wait: bool = False, until: int = -1) -> list[Transition]:
         """Return the updates that have reached the host since the last call.
@@ -218,9 +197,11 @@ class FlightRecorder:
             for step, state in self.states.arrived(wait, until)
         ]
         if any([row.overflow for row in rows]):  # noqa: C419 (is faster)
-            self.bad.send_logs()
-        if self.bad.underway:
-            self.bad.learn(wait)
+            for parameters, log, names in self._logs.values():
+                self.bad.send(log, names(parameters))
+        for known, steps in self.bad.arrived(wait) if self.bad.underway else ():
+            named = zip(known, steps, strict=True)
+            self._bad_steps |= {name: int(step) for name, step in named if not math.isnan(step)}
         return rows
 
     def _record(
@@ -251,7 +232,7 @@ class FlightRecorder:
         last = self.streak
         if last is None or self._has_warned:
             return
-        names = [name for name, step in self.bad.last.items() if step >= last.step]
+        names = [name for name, step in self._bad_steps.items() if step >= last.step]
         if self.bad.underway and not names:
             return  # they are about to arrive
         self._has_warned = True
@@ -274,7 +255,7 @@ class FlightRecorder:
     def history(self) -> list[Transition]:
         """Return the last updates that have reached the host, oldest first. No host sync."""
         bad: dict[int, list[str]] = {}
-        for name, step in self.bad.last.items():
+        for name, step in self._bad_steps.items():
             bad.setdefault(step, []).append(name)
         return [row._replace(bad=tuple(bad.get(row.step, ()))) for row in self.rows]
 

@@ -266,7 +266,7 @@ class LossScaler:
             parameters: of the model, the same list each time.
             names: returns the names of parameters.
         """
-        log = self.recorder.bad.log_of(parameters, names)
+        log = self.recorder.log_of(parameters, names)
         bad_steps: BadSteps = kernels.launch_plans.BadSteps(log, self._updates_on_device)
         return bad_steps
 

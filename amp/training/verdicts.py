@@ -130,7 +130,7 @@ def note_step(
         names, are_good = names_of([each for each, _ in pairs]), _are_finite(grad for _, grad in pairs)
         for verdict in overflows:
             steps = torch.full_like(are_good, verdict.step, dtype=torch.float32)
-            verdict.scaler.recorder.bad.send(names, steps.masked_fill(are_good, math.nan))
+            verdict.scaler.recorder.bad.send(steps.masked_fill(are_good, math.nan), names)
 
 
 def _are_finite(grads: Iterable[Tensor]) -> Tensor:
