@@ -7,7 +7,7 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,18 +36,17 @@ def _end_compiling(*_: object) -> None:
         _show(_hidden.pop())
 
 
-def hide_in_backward(sessions: Iterable[Any], output: Any) -> None:
+def hide_in_backward(sessions: Sequence[Any], output: Any) -> None:
     """Hide the gradients of some sessions in the backward of an output.
 
     They are shown again in the last callback of the backward, after DDP has written what it reduced.
     """
-    concerned = list(sessions)
 
     def begin(_: Tensor) -> None:
-        if hidden := _hide(concerned):
+        if hidden := _hide(sessions):
             _after_backward(lambda: _after_backward(lambda: _show(hidden)))
 
-    for tensor in tree_leaves(output) if concerned else ():
+    for tensor in tree_leaves(output) if sessions else ():
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 

@@ -74,9 +74,8 @@ class Synchronization:
                 "equal. Call init_process_group before amp.initialize"
             )
         ddp._amp_reduces, ddp._amp_may_join = True, self._may_join
-        if "_pre_forward" not in vars(ddp):  # on the instance: a forward may bypass hooks
-            ddp._pre_forward = types.MethodType(_pre_forward, ddp)
-            ddp._post_forward = types.MethodType(_post_forward, ddp)
+        ddp._pre_forward = types.MethodType(_pre_forward, ddp)  # a forward may bypass hooks
+        ddp._post_forward = types.MethodType(_post_forward, ddp)
         self._ddps.append(weakref.ref(ddp))
         self.wrappers += 1
 

@@ -39,10 +39,9 @@ def innermost(optimizer: Any) -> Any:
 
 def _held_by(optimizer: Any) -> Any:
     """Return the optimizer that another one holds and shares its groups with, or None."""
-    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
-        if value is not optimizer and is_optimizer(value) and _share_groups(optimizer, value):
-            return value
-    return None
+    held = getattr(optimizer, "__dict__", {}).values()
+    inner = (x for x in held if x is not optimizer and is_optimizer(x) and _share_groups(optimizer, x))
+    return next(inner, None)
 
 
 def _share_groups(a: Any, b: Any) -> bool:
