@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp.active import open_sessions
-from amp.errors import warn
+from amp.casting.sharded import is_of_fsdp1
+from amp.errors import AmpRuntimeError, warn
+from amp.profiles.levels import levels_with
 from amp.training.gradients import State
 
 
@@ -51,7 +53,43 @@ class Misuse:
         """Whether there is nothing left to look at."""
         return self.has_stepped and not (self._to_compare or self.of_others)
 
-    # Gradients of others.
+    # Blocks.
+
+    def block_begins(self) -> None:
+        """Look at a block that names the optimizer.
+
+        Raises:
+            AmpRuntimeError: FullyShardedDataParallel holds parameters that have masters.
+        """
+        self.warn_if_of_others()
+        self.was_in_block = True
+        if self.has_stepped:
+            return
+        groups = self.attached.gradients.groups
+        if any(map(is_of_fsdp1, groups.models)):
+            raise AmpRuntimeError(
+                "the model was wrapped in FullyShardedDataParallel after amp.initialize, and its flat "
+                "shards cannot have masters. Before amp.initialize cut the model by "
+                "torch.distributed.fsdp.fully_shard instead, or take "
+                f"opt_level={levels_with('patch_torch_functions')}"
+            )
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in groups.masters):
+            warn(
+                "a hook was registered on what optimizer.param_groups holds or amp.master_params "
+                "yields, which are FP32 masters: no backward reaches them. Register it on the model's "
+                "parameter"
+            )
+
+    def backward_has_ended(self) -> None:
+        """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
+        for pair in self.attached.gradients.groups.pairs.pairs:
+            if pair.master.grad is not None and pair.master.grad is not pair.grad:
+                raise AmpRuntimeError(
+                    f"the FP32 master of a parameter of shape {tuple(pair.master.shape)} was given a "
+                    "gradient in an amp.scale_loss block, which unscales those of the model's "
+                    "parameters. Compute the loss from model.parameters(), not from what "
+                    "optimizer.param_groups holds or amp.master_params(optimizer) yields"
+                )
 
     def warn_if_of_others(self) -> None:
         """Warn if gradients are about to be used that nothing has unscaled."""
@@ -168,13 +206,8 @@ class BlockWatch:
         self._session, self.block, self._attached = session, block, attached
         watched = [each.misuse for each in attached if each.misuse is not None]
         for misuse in watched:
-            misuse.warn_if_of_others()
-            misuse.was_in_block = True
+            misuse.block_begins()
         unstepped = [misuse for misuse in watched if not misuse.has_stepped]
-        for misuse in unstepped:
-            groups = misuse.attached.gradients.groups
-            misuse.attached.check.refuse_fsdp1(groups.models)
-            misuse.attached.check.warn_of_hooks(groups.masters)
         self._unstepped = [] if block.scaler.config.is_identity else unstepped
         """Those that have not stepped yet, if the block scales its loss."""
         self.was_run: bool | None = None
@@ -203,7 +236,7 @@ class BlockWatch:
     def backward_has_ended(self) -> None:
         """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
         for misuse in self._unstepped:
-            misuse.attached.check.hidden_gradients(misuse.attached.gradients.groups.pairs)
+            misuse.backward_has_ended()
 
     def block_is_left(self, is_complete: bool) -> None:
         """Warn of a block without gradients, or with those of another loss; note those of others."""

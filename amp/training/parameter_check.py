@@ -7,11 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from amp.casting.sharded import is_of_fsdp1
 from amp.errors import AmpRuntimeError, first_few, warn
-from amp.masters.agreement import Pairs, called_by_shape
-from amp.masters.grads import grads_of
-from amp.profiles.levels import levels_with
+from amp.masters.agreement import called_by_shape
 
 
 class ParameterCheck:
@@ -53,37 +50,6 @@ class ParameterCheck:
         """Return how to call a parameter in a message: by its name in quotes, or by its shape."""
         [key] = self.keys_of([parameter])
         return called_by_shape(parameter) if key is None else f"'{key[1]}'"
-
-    def refuse_fsdp1(self, parameters: Iterable[Tensor]) -> None:
-        """Raise AmpRuntimeError if FullyShardedDataParallel holds parameters that have masters."""
-        if any(map(is_of_fsdp1, parameters)):
-            raise AmpRuntimeError(
-                "the model was wrapped in FullyShardedDataParallel after amp.initialize, and its flat "
-                "shards cannot have masters. Before amp.initialize cut the model by "
-                "torch.distributed.fsdp.fully_shard instead, or take "
-                f"opt_level={levels_with('patch_torch_functions')}"
-            )
-
-    def warn_of_hooks(self, masters: Iterable[Tensor]) -> None:
-        """Warn if a master has a hook, which no backward runs."""
-        hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-        if any(getattr(master, name) for master in masters for name in hooks):
-            warn(
-                "a hook was registered on what optimizer.param_groups holds or amp.master_params "
-                "yields, which are FP32 masters: no backward reaches them. Register it on the model's "
-                "parameter"
-            )
-
-    def hidden_gradients(self, pairs: Pairs) -> None:
-        """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
-        for pair, own in zip(pairs.pairs, grads_of(pairs.masters), strict=True):
-            if own is not None and own is not pair.grad:
-                raise AmpRuntimeError(
-                    f"the FP32 master of a parameter of shape {tuple(pair.master.shape)} was given a "
-                    "gradient in an amp.scale_loss block, which unscales those of the model's "
-                    "parameters. Compute the loss from model.parameters(), not from what "
-                    "optimizer.param_groups holds or amp.master_params(optimizer) yields"
-                )
 
     def forward_has_missed_masters(self) -> None:
         """Warn, once, that masters have changed since the forward whose loss is about to be scaled."""
