@@ -83,11 +83,12 @@ def _stepped_for(parameters: Any, name: str) -> list[Tensor]:
             gradients.reconcile()
             master_of |= zip(map(id, groups.models), groups.masters, strict=True)
         elif have_grads(groups.masters) or not block.scaler.config.is_identity:
+            # Else backward adds to the whole gradient, unscaled.
             warn(
                 f"{name} was called inside amp.scale_loss, where gradients are multiplied by "
                 "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what "
                 "will be stepped. Call it after the block"
-            )  # else backward adds to the whole gradient, unscaled
+            )
     return [master_of.get(id(parameter), parameter) for parameter in given]
 
 
