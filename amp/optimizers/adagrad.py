@@ -1,11 +1,9 @@
 """FusedAdagrad: Adagrad, with apex's arguments."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from amp.errors import truth_of
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 from amp.profiles.properties import StateDtype
@@ -29,7 +27,8 @@ class FusedAdagrad(FusedOptimizer):
     """
 
     _ranges = ("lr", "lr_decay", "eps", "weight_decay", "initial_accumulator_value")
-    _required = frozenset({"params", "lr", "eps", "weight_decay"})
+    _required = ("lr", "eps", "weight_decay")
+    _uncounted_steps = 0  # apex's counts none: it has no lr_decay
 
     def __init__(
         self,
@@ -49,15 +48,8 @@ class FusedAdagrad(FusedOptimizer):
         defaults: dict[str, Any] = {"lr": lr, "lr_decay": lr_decay}
         defaults |= {"eps": eps, "weight_decay": weight_decay}
         defaults |= {"initial_accumulator_value": initial_accumulator_value, "maximize": maximize}
-        is_decoupled = truth_of("adagrad_w_mode", adagrad_w_mode)
-        defaults |= {"adagrad_w_mode": is_decoupled, "foreach": None, "differentiable": False}
+        defaults |= {"adagrad_w_mode": adagrad_w_mode, "foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
-
-    def _first_moment(self, group: Mapping[str, Any]) -> float:
-        return float(group["initial_accumulator_value"])
-
-    def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
-        return 0  # apex's counts no steps: it has no lr_decay
 
     def _rule(self, group: Any = None) -> Any:
         return kernels.adagrad.ADAGRAD

@@ -31,9 +31,6 @@ class FusedAdam(FusedOptimizer):
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
-    _ranges = ("lr", "eps", "weight_decay")
-    _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
-
     def __init__(
         self,
         params: Any,
@@ -58,12 +55,10 @@ class FusedAdam(FusedOptimizer):
                 "optimizer, opt_level='O2'), or 'O5' for bfloat16. Leave the argument out"
             )
         defaults: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        defaults |= {"bias_correction": truth_of("bias_correction", bias_correction)}
-        defaults |= {"amsgrad": amsgrad, "maximize": maximize}
+        defaults |= {"bias_correction": bias_correction, "amsgrad": amsgrad, "maximize": maximize}
         # torch.optim.AdamW's names, for settings that are the same in every group here
         defaults |= {"decoupled_weight_decay": truth_of("adam_w_mode", adam_w_mode)}
-        defaults |= {"capturable": truth_of("capturable", capturable)}
-        defaults |= {"foreach": None, "differentiable": False}
+        defaults |= {"capturable": capturable, "foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ on the device. In a session it does so too, and also writes the model's 16-bit w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -30,6 +30,12 @@ if TYPE_CHECKING:
     from amp.kernels.rule import Moment, UpdateRule
 
 
+_FLAGS = (
+    *("bias_correction", "maximize", "amsgrad", "nesterov", "adam_w_mode", "grad_averaging"),
+    *("use_nvlamb", "reg_inside_moment", "init_zero", "set_grad_none", "capturable"),
+    *("decoupled_weight_decay", "wd_after_momentum", "adagrad_w_mode"),
+)
+"""The hyper-parameters of all fused optimizers that are true or false."""
 _CONSTANT = bool, int, float, str, torch.dtype, type(None)
 """Types of hyper-parameters that no code changes in place."""
 
@@ -61,18 +67,14 @@ class FusedOptimizer(torch.optim.Optimizer):
     scaled_grads: Any = None
     """The `StepInputs` that a session sets while this optimizer steps."""
 
-    _ranges: tuple[str, ...] = ()
+    _ranges: tuple[str, ...] = ("lr", "eps", "weight_decay")
     """The hyper-parameters, besides betas, that must be finite and at least 0."""
+    _required: tuple[str, ...] = ("lr", "betas", "eps", "weight_decay")
+    """The hyper-parameters that every saved group must have."""
     _scalars: tuple[str, ...] = ()
     """The state entries, besides `step`, that are one number for a whole parameter."""
-    _flags = (
-        *("bias_correction", "maximize", "amsgrad", "nesterov", "adam_w_mode", "grad_averaging"),
-        *("use_nvlamb", "reg_inside_moment", "init_zero", "set_grad_none", "capturable"),
-        *("decoupled_weight_decay", "wd_after_momentum", "adagrad_w_mode"),
-    )
-    """The hyper-parameters of all fused optimizers that are true or false."""
-    _required: frozenset[str]
-    """The keys that every saved group of this optimizer must have."""
+    _uncounted_steps: int | None = None
+    """The steps that a saved state has taken if it does not count them; None if each must."""
     _goes_by_norms = False
     """Whether a step uses the norm of each tensor."""
 
@@ -94,7 +96,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_state_dtype(state_dtype)
         settings = {**defaults, "fused": True, "set_grad_none": set_grad_none}
         settings |= {"max_grad_norm": max_grad_norm, "state_dtype": state_dtype, "seed": 0}
-        super().__init__(params, {name: as_plain(value) for name, value in settings.items()})
+        for name, value in settings.items():
+            settings[name] = truth_of(name, value) if name in _FLAGS else as_plain(value)
+        super().__init__(params, settings)
         self._forget_steps()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -125,24 +129,16 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
         """Raise AmpTypeError or AmpValueError if a group's hyper-parameters make no sense."""
-        for name in self._flags:
+        for name in _FLAGS:
             truth_of(name, group.get(name))
         for name in self._ranges:
             check_range(name, group[name])
         if "betas" in self.defaults:
             check_betas(group["betas"])
 
-    def _moments(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the moments that a group has."""
-        return tuple([moment.name for moment in self._rule(group).moments])
-
-    def _all_moments(self) -> dict[str, Moment]:
-        """Return the moments that a group may have, by their names."""
-        return {moment.name: moment for moment in self._rule().moments}
-
-    def _first_moment(self, group: Mapping[str, Any]) -> float:
-        """Return the initial value of moments."""
-        return 0.0
+    def _moments(self, group: Mapping[str, Any] | None = None) -> dict[str, Moment]:
+        """Return the moments that a group has, or without a group those it may have, by their names."""
+        return {moment.name: moment for moment in self._rule(group).moments}
 
     def _of_tensor(self, one: Ready, clip: Tensor | None, inputs: StepInputs) -> Tensor | None:
         """Return a number for each parameter, float32 `[n]`, if the rule takes one.
@@ -156,10 +152,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _from_group(self, group: dict[str, Any], state: Mapping[Any, dict[str, Any]]) -> None:
         """Move what a saved group holds for its parameters to their state."""
-
-    def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
-        """Return the number of steps for a saved state that does not count them, or None."""
-        return None
 
     # Groups and state.
 
@@ -185,17 +177,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The dtype of tensors that keep moments, int16 for two in one; None for the parameter's."""
         if not isinstance(self.state_dtype, str):
             return self.state_dtype
-        return torch.int16 if len(self._all_moments()) == 2 else torch.bfloat16
+        return torch.int16 if len(self._moments()) == 2 else torch.bfloat16
 
-    def _kept(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+    def _kept(self, group: Mapping[str, Any]) -> Iterable[str]:
         """Return the names of the entries in which a group's moments are kept."""
         return (PACKED,) if self.kept_dtype is torch.int16 else self._moments(group)
 
     def _check_state_dtype(self, dtype: Any) -> None:
         """Raise AmpValueError unless moments can be kept in it."""
-        if dtype is None:
-            return
-        if dtype not in STATE_DTYPES:
+        if dtype is not None and dtype not in STATE_DTYPES:
             names = ", ".join(map(repr, STATE_DTYPES))
             raise AmpValueError(f"state_dtype={brief(dtype)} is not one of {names}, None")
 
@@ -204,15 +194,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["state_dtype"] = self.state_dtype
             for parameter in group["params"]:
-                state = self.state.get(parameter, {})
+                if not (state := self.state.get(parameter)):
+                    continue
                 dtype = self.kept_dtype or parameter.dtype
                 if dtype is torch.int16:
                     pack_moments(state, parameter)
                     continue
                 unpack_moments(state, parameter, dtype)
-                for name in self._moments(group) if state else ():
-                    if name in state:
-                        state[name] = state[name].to(dtype)
+                for name in state.keys() & self._moments(group):
+                    state[name] = state[name].to(dtype)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as `torch.optim.Optimizer.add_param_group` does.
@@ -252,18 +242,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(False), all_or_nothing(self):
             own = as_own_state(self, state_dict)
             super().load_state_dict(own)
+            # torch has cast all to the parameter's dtype, which may be the narrower one.
+            again = {*self._scalars, *(self._moments() if self.state_dtype is not None else ())}
             for loaded, group in zip(self.param_groups, own["param_groups"], strict=True):
                 for parameter, key in zip(loaded["params"], group["params"], strict=True):
-                    self._take_over(parameter, own["state"].get(key, {}))
+                    entry = own["state"].get(key, {})
+                    for name in again & entry.keys():
+                        self.state[parameter][name] = entry[name].to(parameter.device)
             self._cast_moments()
-
-    def _take_over(self, parameter: Tensor, entry: Mapping[str, Any]) -> None:
-        """Load again what torch has cast to the parameter's dtype, which may be the narrower one."""
-        for name in self._scalars if entry else ():
-            self.state[parameter][name] = entry[name].to(parameter.device, copy=True)
-        for name in self._all_moments() if self.state_dtype is not None else ():
-            if name in entry:
-                self.state[parameter][name] = entry[name].to(parameter.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as `torch.optim`'s counterpart has it: packed moments are two in bfloat16.

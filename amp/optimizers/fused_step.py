@@ -143,12 +143,13 @@ def _make_state(
     The step counts of a loaded state move to the device.
     """
     names = (*optimizer._kept(group), "step")
+    first = float(group.get("initial_accumulator_value", 0.0))  # Adagrad's
     for parameter, like in zip(batch.stepped, lists["params"], strict=True):
         state = optimizer.state[parameter]
         dtype = optimizer.kept_dtype or (torch.float32 if "lows" in lists else like.dtype)
         for name in names[:-1]:
             if name not in state:
-                moment = torch.full_like(like, optimizer._first_moment(group), dtype=dtype)
+                moment = torch.full_like(like, first, dtype=dtype)
                 state[name] = shard_like(moment.requires_grad_(False), parameter)
         for name in ("step", *optimizer._scalars):
             if name not in state:

@@ -27,9 +27,7 @@ class FusedLAMB(FusedOptimizer):
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
-    _ranges = ("lr", "eps", "weight_decay")
     _goes_by_norms = True
-    _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 """FusedLion: Lion, with the defaults of its paper."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +23,8 @@ class FusedLion(FusedOptimizer):
     """
 
     _ranges = ("lr", "weight_decay")
-    _required = frozenset({"params", "lr", "betas", "weight_decay"})
+    _required = ("lr", "betas", "weight_decay")
+    _uncounted_steps = 0  # the formula does not use them, and other Lions do not count
 
     def __init__(
         self,
@@ -40,9 +40,6 @@ class FusedLion(FusedOptimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
-
-    def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
-        return 0  # the formula does not use it, and other Lions do not count
 
     def _rule(self, group: Any = None) -> Any:
         return kernels.lion.LION

@@ -38,10 +38,8 @@ class FusedNovoGrad(FusedOptimizer):
         set_grad_none, maximize, max_grad_norm, state_dtype: see `FusedOptimizer`.
     """
 
-    _ranges = ("lr", "eps", "weight_decay")
     _scalars = ("exp_avg_sq",)
     _goes_by_norms = True
-    _required = frozenset({"params", "lr", "betas", "eps", "weight_decay"})
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from amp.errors import AmpTypeError, AmpValueError, truth_of
+from amp.errors import AmpTypeError, AmpValueError
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 from amp.profiles.properties import StateDtype
@@ -33,7 +33,8 @@ class FusedSGD(FusedOptimizer):
     """
 
     _ranges = ("lr", "momentum", "dampening", "weight_decay")
-    _required = frozenset({"params", "lr", "momentum", "dampening", "nesterov", "weight_decay"})
+    _required = ("lr", "momentum", "dampening", "nesterov", "weight_decay")
+    _uncounted_steps = 1  # torch's counts none, and its first step makes the momentum
 
     def __init__(
         self,
@@ -52,9 +53,9 @@ class FusedSGD(FusedOptimizer):
         state_dtype: StateDtype | None = None,
     ) -> None:
         defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        defaults |= {"weight_decay": weight_decay, "nesterov": truth_of("nesterov", nesterov)}
-        defaults |= {"wd_after_momentum": truth_of("wd_after_momentum", wd_after_momentum)}
-        defaults |= {"maximize": maximize, "foreach": None, "differentiable": False}
+        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
+        defaults |= {"wd_after_momentum": wd_after_momentum, "maximize": maximize}
+        defaults |= {"foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
@@ -69,10 +70,6 @@ class FusedSGD(FusedOptimizer):
                 f"nesterov=True with momentum={group['momentum']} and dampening={group['dampening']}: "
                 "it needs a momentum above 0 and a dampening of 0"
             )
-
-    def _steps_taken(self, entry: Mapping[str, Any]) -> Any:
-        # torch's SGD counts no steps, and its first step makes the momentum.
-        return None if entry.get("momentum_buffer") is None else 1
 
     def _rule(self, group: Any = None) -> Any:
         without_momentum = group is not None and _is_zero(group["momentum"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from amp.errors import AmpValueError, brief, first_few
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.profiles.properties import STATE_DTYPES
-from amp.state_checks import LARGEST_COUNT, StateChecks
+from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_no_others, check_settings, structure_of
 
 if TYPE_CHECKING:
@@ -35,26 +35,24 @@ def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> di
     for i, group in enumerate(own["param_groups"]):
         path = f"state_dict['param_groups'][{i}]"
         group["fused"] = True
-        _require(optimizer, f"group {i}", optimizer._required, group)
+        _require(optimizer, f"group {i}", ("params", *optimizer._required), group)
         for name, value in optimizer.defaults.items():
             group.setdefault(name, value)
         _check_group(checks, optimizer, group, path)
         optimizer._from_group(group, state)
         steps = group.pop("step", None)  # apex counts the steps of a group
+        if steps is None:
+            steps = optimizer._uncounted_steps
         for key in group["params"]:
             entry = {name: v for name, v in state.pop(key, {}).items() if v is not None}
             if not entry:
                 continue
-            taken = optimizer._steps_taken(entry) if steps is None else steps
-            entry = state[key] = {"step": taken, **entry}
-            there = {name: value for name, value in entry.items() if value is not None}
-            names = {"step", *optimizer._moments(group), *optimizer._scalars}
+            entry = state[key] = {"step": steps, **entry}
+            there = [name for name, value in entry.items() if value is not None]
+            names = "step", *optimizer._moments(group), *optimizer._scalars
             _require(optimizer, f"the state of parameter {key}", names, there)
             _check_entry(checks, optimizer, entry, f"state_dict['state'][{key!r}]", parameter_of[key])
     checks.finish()
-    for entry in state.values():
-        for name in ("step", *optimizer._scalars):
-            entry[name] = as_tensor(entry[name])
     return own
 
 
@@ -80,11 +78,13 @@ def _check_entry(
     checks: StateChecks, optimizer: FusedOptimizer, entry: dict[str, Any], path: str, parameter: Tensor
 ) -> None:
     """Check the saved state of a parameter, and replace its tensors by copies."""
-    entry["step"] = checks.scalar(entry, "step", path, 0, LARGEST_COUNT, is_whole=True)
-    moments = optimizer._all_moments()
-    for name in entry.keys() - {"step"}:
-        if name in optimizer._scalars:
-            entry[name] = checks.scalar(entry, name, path, 0.0)
+    moments = optimizer._moments()
+    for name in entry:
+        if name == "step" or name in optimizer._scalars:
+            most = LARGEST_COUNT if name == "step" else FLOAT32_MAX
+            number = checks.scalar(entry, name, path, 0, most, is_whole=name == "step")
+            number = torch.as_tensor(number, dtype=torch.float32, device=parameter.device)
+            entry[name] = number.reshape(())
         elif name in moments:
             low = -math.inf if moments[name].is_signed else 0.0
             dtype = optimizer.kept_dtype or parameter.dtype
@@ -118,15 +118,8 @@ def unpack_moments(entry: dict[str, Any], parameter: Tensor, dtype: torch.dtype)
         entry |= {x: shard_like(y.to(dtype), parameter) for x, y in zip(_BOTH, both, strict=True)}
 
 
-def as_tensor(number: Any) -> Tensor:
-    """Return a number as a float32 tensor `[]`, on the CPU if it is on no device."""
-    if isinstance(number, Tensor):
-        return number.to(torch.float32).reshape(())
-    return torch.tensor(number, dtype=torch.float32, device="cpu")
-
-
-def _require(optimizer: FusedOptimizer, what: str, names: Set[str], found: Iterable[str]) -> None:
-    if missing := names - set(found):
+def _require(optimizer: FusedOptimizer, what: str, names: Iterable[str], found: Iterable[str]) -> None:
+    if missing := set(names).difference(found):
         raise AmpValueError(
             f"{what} in the state dict has no {', '.join(sorted(missing))}, only "
             f"{first_few(found)}: it is not a {type(optimizer).__name__}'s. Load it into an "
