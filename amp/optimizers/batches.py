@@ -3,14 +3,14 @@
 import operator
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor
 
-from amp.distributed import WHOLE, Cut, cut_of, place_gradients, shard_in_whole
+from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
 from amp.kernels import host_lists
 from amp.kernels.rule import Origin
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
@@ -43,7 +43,7 @@ class Batch:
     has_all: bool
     cut: Cut
     names: list[str]
-    entries: list[int | None] = field(default_factory=list)
+    entries: list[int | None]
     checked: list[Any] = field(default_factory=list)
     _references: list[weakref.ref[Tensor]] = field(default_factory=list)
     _origins: dict[int, list[Origin]] = field(default_factory=dict)  # of the last seed
@@ -65,19 +65,14 @@ class Batch:
         return self._origins[seed]
 
     def tensors(self, inputs: Any) -> dict[str, Any]:
-        """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`.
-
-        A list is a `TensorList` unless its tensors are of a class that keeps its values elsewhere.
-        """
+        """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`."""
         if self.positions is None:
             stepped: list[Any] = self.stepped
             if self.cut.groups:
                 place_gradients(stepped)
             own: list[Any] = [parameter.grad for parameter in stepped]
-            if self.cut.groups:
-                stepped, own = list(map(local, stepped)), list(map(local, own))
             if not are_plain(own) or not are_plain(stepped):
-                return {"params": stepped, "grads": own}
+                stepped, own = list(map(local, stepped)), list(map(local, own))
             params = TensorList(stepped)  # whose dtype and order a user may have changed
             return {"params": params, "grads": TensorList(own, like=params)}
         of, grads = inputs.deferred.of, inputs.deferred.grads
@@ -108,12 +103,12 @@ class Batch:
         return result
 
 
-def kinds_of(lists: Sequence[Any]) -> list[Any]:
+def kinds_of(lists: Sequence[TensorList]) -> list[Any]:
     """Return the kinds and devices of lists, for comparison; an empty list if one has no kind."""
     try:
         have_memory = [all(x.addresses) or x.has_memory for x in lists]
         return [(x.kind, x.device) for x in lists] if all(have_memory) else []
-    except (AttributeError, RuntimeError):  # of a class with its values elsewhere, or sparse
+    except RuntimeError:  # tensors are sparse, or of a class with its values elsewhere
         return []
 
 
@@ -121,73 +116,60 @@ class Batches:
     """The batches of an optimizer's steps, kept until its groups, gradients or state change."""
 
     def __init__(self) -> None:
-        self._lists: list[list[Tensor]] = []
-        """The groups' parameters in the last step."""
+        self._lists: list[list[Any]] = []
+        """The groups' parameters in the last step, and the keys of the state."""
         self._given: Sequence[Tensor] = ()
         """The masters that had a gradient in the last step."""
         self._others: list[Tensor] = []
         """Parameters whose gradients are in their `.grad`, if they have any."""
-        self._has_own: list[bool] = []
-        self._keys: list[Any] = []
+        self._have_own: list[bool] = []
         self._batches: list[Batch] = []
 
     def of(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], inputs: Any
     ) -> list[Batch]:
         """Return the batches of one step with a `StepInputs`. Nothing is written."""
-        lists = [group["params"] for group in groups]
+        lists = [*[group["params"] for group in groups], list(state)]
         stepped = inputs.deferred.of.masters
         is_new = stepped is not self._given or not are_all_same(lists, self._lists)
         if is_new:
             self._lists, self._given = list(map(list, lists)), stepped
             given = set(map(id, stepped))
-            self._others = [p for params in lists for p in params if id(p) not in given]
-        has_own = [parameter.grad is not None for parameter in self._others]
-        if is_new or has_own != self._has_own:
-            self._has_own = has_own
-            own = {id(p) for p, has in zip(self._others, has_own, strict=True) if has}
-            self._batches = list(_batches(groups, inputs, own))
-            self._keys = []
-        keys = list(state)
-        if not self._keys or not are_same(keys, self._keys):
-            self._keys = keys
-            place_of = {id(key): i for i, key in enumerate(keys)}
-            for batch in self._batches:
-                batch.entries = [place_of.get(id(parameter)) for parameter in batch.stepped]
+            self._others = [p for params in lists[:-1] for p in params if id(p) not in given]
+        have_own = [parameter.grad is not None for parameter in self._others]
+        if is_new or have_own != self._have_own:
+            self._have_own = have_own
+            own = {id(p) for p, has in zip(self._others, have_own, strict=True) if has}
+            self._batches = list(_batches(groups, lists[-1], inputs, own))
         return self._batches
 
 
-def _batches(groups: Sequence[Mapping[str, Any]], inputs: Any, own: set[int]) -> Iterator[Batch]:
+def _batches(
+    groups: Sequence[Mapping[str, Any]], keys: Sequence[Any], inputs: Any, own: set[int]
+) -> Iterator[Batch]:
     """Yield the batches; `own` has the ids of parameters with a gradient in their `.grad`."""
-    masters = inputs.stepped
-    position_of = {id(master): i for i, master in enumerate(masters)}
+    position_of = {id(master): i for i, master in enumerate(inputs.stepped)}
+    entry_of = {id(key): i for i, key in enumerate(keys)}
     for index, group in enumerate(groups):
         params = group["params"]
         names = list(map(_bare, inputs.names_of(params), group.get("param_names") or repeat(None)))
-        place_of = {id(parameter): place for place, parameter in enumerate(params)}
-        for cut, alike in _cut_alike(params):
-            given = [parameter for parameter in alike if id(parameter) in position_of]
-            others = [parameter for parameter in alike if id(parameter) in own]
-            positions = [position_of[id(parameter)] for parameter in given]
-            for stepped, shown in ((given, positions), (others, None)):
-                if stepped:
-                    places = [place_of[id(parameter)] for parameter in stepped]
-                    has_all = shown == list(range(len(masters)))
-                    own_names = [names[place] or f"{index}.{place}" for place in places]
-                    yield Batch(index, stepped, places, shown, has_all, cut, own_names)
+        alike: dict[Cut, list[int]] = {}
+        for place, parameter in enumerate(params):
+            alike.setdefault(cut_of(parameter), []).append(place)
+        for cut, all_places in alike.items():
+            given = [i for i in all_places if id(params[i]) in position_of]
+            others = [i for i in all_places if id(params[i]) in own]
+            positions = [position_of[id(params[i])] for i in given]
+            for places, shown in ((given, positions), (others, None)):
+                if places:
+                    stepped = [params[i] for i in places]
+                    has_all = shown == list(range(len(position_of)))
+                    own_names = [names[i] or f"{index}.{i}" for i in places]
+                    entries = [entry_of.get(id(parameter)) for parameter in stepped]
+                    yield Batch(index, stepped, places, shown, has_all, cut, own_names, entries)
 
 
 def _bare(name: str | None, own: str | None) -> str:
     """Return a parameter's name without those of wrappers, or an empty text if it has no name."""
     parts = (name or (own and f"0.{own}") or "").split(".")
     return ".".join(part for part in parts if part not in _WRAPPERS)
-
-
-def _cut_alike(params: Sequence[Tensor]) -> Iterable[tuple[Cut, Sequence[Tensor]]]:
-    """Return the parameters of a group, together those that are sharded over ranks in the same way."""
-    if are_plain(params):
-        return [(WHOLE, params)]
-    alike: dict[Cut, list[Tensor]] = {}
-    for parameter in params:
-        alike.setdefault(cut_of(parameter), []).append(parameter)
-    return alike.items()

@@ -79,10 +79,11 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: StepInp
         return None
     norms = []
     given = [one for one in ready if one.batch.positions is not None]
-    if inputs.norms is not None and sum(len(one.batch.stepped) for one in given) == len(inputs.stepped):
+    known = inputs.deferred.norms
+    if known is not None and sum(len(one.batch.stepped) for one in given) == len(inputs.stepped):
         if len(given) == len(ready):
-            return inputs.norms.clip
-        norms.append(inputs.norms.total)
+            return known.clip
+        norms.append(known.total)
         ready = [one for one in ready if one.batch.positions is None]
     inv_scales = {one.batch.positions is None: one.inv_scale for one in ready}
     alike: dict[Any, list[Tensor]] = {}

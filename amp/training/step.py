@@ -165,8 +165,8 @@ class OptimizerStep:
                 pairs.without(deferred.of).merge()
             return deferred
 
-        inputs = StepInputs(look_up, self._masters.low_halves, found_inf, self._attached().names_of)
-        inputs.merges = self._masters.are_whole
+        masters, names_of = self._masters, self._attached().names_of
+        inputs = StepInputs(look_up, masters.low_halves, names_of, found_inf, masters.are_whole)
         has_returned = False
         try:
             self._optimizer.scaled_grads = inputs
