@@ -60,39 +60,16 @@ def check_batch(optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Seq
         lists: the result of `Batch.tensors`.
     """
     group = optimizer.param_groups[batch.index]
-    kind = type(optimizer).__name__
     names = group.get("param_names")
-    for i, (parameter, grad) in enumerate(zip(batch.stepped, lists["grads"], strict=True)):
-        place = batch.places[i]
+    kept = *optimizer._kept(group), "step"
+    for i, (place, parameter) in enumerate(zip(batch.places, batch.stepped, strict=True)):
         called = f"param_groups[{batch.index}]['params'][{place}], of shape {tuple(parameter.shape)},"
         if names:
             called = f"'{names[place]}', {called}"
-        for name, tensors in lists.items():
-            _check_memory(tensors[i], f"{_MEANINGS[name]} of {called}")
-        needs_norms = optimizer._goes_by_norms or optimizer.max_grad_norm
-        if needs_norms and hasattr(parameter, "_fsdp_flattened"):
-            raise AmpTypeError(
-                f"{called} is a flat shard of FullyShardedDataParallel, whose norm {kind} cannot tell. "
-                "Cut the model by fully_shard instead, or leave max_grad_norm out and call the "
-                "model's clip_grad_norm_"
-            )
-        if grad.layout is not torch.strided or grad.dtype not in SCALABLE:
-            what = grad.dtype if grad.layout is torch.strided else f"sparse ({grad.layout})"
-            raise AmpTypeError(
-                f"the gradient of {called} is {what}; {kind} takes dense float16, bfloat16, float32 "
-                "and float64"
-            )
-        if parameter.device != grad.device:
-            raise AmpRuntimeError(
-                f"the gradient of {called} is on {grad.device}, and what is stepped on "
-                f"{parameter.device}: the model was moved. Do that before amp.initialize"
-            )
-        if optimizer.state_dtype and torch.float64 in (parameter.dtype, grad.dtype):
-            raise AmpTypeError(
-                f"{called} is {parameter.dtype} and its gradient {grad.dtype}: moments in "
-                f"{optimizer.state_dtype} are of float32 at most. Leave state_dtype out"
-            )
-        _check_moments(optimizer, parameter, grad, called, group)
+        state = optimizer.state.get(parameter, {})
+        tensors = {name: some[i] for name, some in lists.items()}
+        tensors |= {name: local(state[name]) for name in kept if isinstance(state.get(name), Tensor)}
+        _check_tensors(optimizer, parameter, called, tensors)
 
 
 _MEANINGS = {
@@ -100,34 +77,56 @@ _MEANINGS = {
     "grads": "the gradient",
     "models": "the model's weight",
     "lows": "the low half of the master",
+    "step": "the step",
 }
+"""What the tensors of a step are, besides moments."""
 
 
-def _check_memory(tensor: Tensor, called: str) -> None:
-    if tensor.layout is torch.strided and has_no_memory(tensor):
-        raise AmpRuntimeError(
-            f"{called} has no memory: it was released, as by untyped_storage().resize_(0). Bring it "
-            "back before the step"
-        )
-
-
-def _check_moments(
-    optimizer: FusedOptimizer, parameter: Tensor, grad: Tensor, called: str, group: Mapping[str, Any]
+def _check_tensors(
+    optimizer: FusedOptimizer, parameter: Tensor, called: str, tensors: Mapping[str, Tensor]
 ) -> None:
-    state = optimizer.state.get(parameter, {})
-    for name in (*optimizer._kept(group), "step"):
-        value = state.get(name)
-        if not isinstance(value, Tensor):
-            continue
-        _check_memory(local(value), f"the {name} of {called}")
-        if name != "step" and value.dtype is not (optimizer.kept_dtype or parameter.dtype):
+    """Raise if a step cannot take the tensors of a parameter."""
+    kind, grad = type(optimizer).__name__, tensors["grads"]
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and has_no_memory(tensor):
             raise AmpRuntimeError(
-                f"{called} is {parameter.dtype} and its {name} {value.dtype}: the parameter's dtype "
+                f"{_MEANINGS.get(name, f'the {name}')} of {called} has no memory: it was released, as "
+                "by untyped_storage().resize_(0). Bring it back before the step"
+            )
+    needs_norms = optimizer._goes_by_norms or optimizer.max_grad_norm
+    if needs_norms and hasattr(parameter, "_fsdp_flattened"):
+        raise AmpTypeError(
+            f"{called} is a flat shard of FullyShardedDataParallel, whose norm {kind} cannot tell. "
+            "Cut the model by fully_shard instead, or leave max_grad_norm out and call the "
+            "model's clip_grad_norm_"
+        )
+    if grad.layout is not torch.strided or grad.dtype not in SCALABLE:
+        what = grad.dtype if grad.layout is torch.strided else f"sparse ({grad.layout})"
+        raise AmpTypeError(
+            f"the gradient of {called} is {what}; {kind} takes dense float16, bfloat16, float32 "
+            "and float64"
+        )
+    if parameter.device != grad.device:
+        raise AmpRuntimeError(
+            f"the gradient of {called} is on {grad.device}, and what is stepped on "
+            f"{parameter.device}: the model was moved. Do that before amp.initialize"
+        )
+    if optimizer.state_dtype and torch.float64 in (parameter.dtype, grad.dtype):
+        raise AmpTypeError(
+            f"{called} is {parameter.dtype} and its gradient {grad.dtype}: moments in "
+            f"{optimizer.state_dtype} are of float32 at most. Leave state_dtype out"
+        )
+    for name, moment in tensors.items():
+        if name in _MEANINGS:
+            continue
+        if moment.dtype is not (optimizer.kept_dtype or parameter.dtype):
+            raise AmpRuntimeError(
+                f"{called} is {parameter.dtype} and its {name} {moment.dtype}: the parameter's dtype "
                 "was changed after its first step. Change it before, and make a new optimizer"
             )
-        if name != "step" and value.device != grad.device:
+        if moment.device != grad.device:
             raise AmpRuntimeError(
-                f"the gradient of {called} is on {grad.device} and its {name} on {value.device}: the "
+                f"the gradient of {called} is on {grad.device} and its {name} on {moment.device}: the "
                 "model was moved after its first step. Move it before, or load the optimizer's state "
                 "dict into a new optimizer"
             )

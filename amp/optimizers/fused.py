@@ -36,8 +36,13 @@ _FLAGS = (
     *("decoupled_weight_decay", "wd_after_momentum", "adagrad_w_mode"),
 )
 """The hyper-parameters of all fused optimizers that are true or false."""
-_CONSTANT = bool, int, float, str, torch.dtype, type(None)
-"""Types of hyper-parameters that no code changes in place."""
+
+
+def _is_constant(group: Mapping[str, Any]) -> bool:
+    """Whether no code can change a hyper-parameter of a group in place."""
+    values = [value for name, value in group.items() if name not in ("params", "param_names")]
+    parts = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+    return all(isinstance(x, (bool, int, float, str, torch.dtype, type(None))) for x in parts)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -109,7 +114,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Forget what the last step has looked at."""
         self._batches = Batches()
         self._checked: list[Any] = []
-        """The hyper-parameters of all groups that were checked, if they are the same ever after."""
+        """What the groups held when they were checked, if no code can change it in place."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Make a session skip steps, and unscale gradients, for a subclass with a `step` of its own.
@@ -163,8 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def state_dtype(self) -> StateDtype | None:
         """How moments are kept; None in the parameter's dtype. Setting it casts existing moments."""
-        dtype: StateDtype | None = self.defaults["state_dtype"]
-        return dtype
+        return self.defaults["state_dtype"]  # type: ignore[no-any-return]
 
     @state_dtype.setter
     def state_dtype(self, dtype: StateDtype | None) -> None:
@@ -223,11 +227,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear gradients, by default as `set_grad_none` says."""
         to_none = self.defaults["set_grad_none"] if set_to_none is None else set_to_none
-        if not to_none or torch.compiler.is_compiling():
+        if to_none and not torch.compiler.is_compiling():
+            for group in self.param_groups:
+                host_lists.lists.clear_grads(list(group["params"]))
+        else:
             super().zero_grad(to_none)
-            return
-        for group in self.param_groups:
-            host_lists.lists.clear_grads(list(group["params"]))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class, of its `torch.optim` counterpart, or of apex's.
@@ -258,11 +262,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         saved = super().state_dict()
         state = {key: dict(x) if isinstance(x, dict) else x for key, x in saved["state"].items()}
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        keys = [key for group in saved["param_groups"] for key in group["params"]]
-        for key, parameter in zip(keys, parameters, strict=True):
-            if PACKED in state.get(key, {}):
-                unpack_moments(state[key], parameter, torch.bfloat16)
+        for own, group in zip(self.param_groups, saved["param_groups"], strict=True):
+            for parameter, key in zip(own["params"], group["params"], strict=True):
+                unpack_moments(state.get(key, {}), parameter, torch.bfloat16)
         return {**saved, "state": state}
 
     # The step.
@@ -292,17 +294,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        given = [
-            value
-            for group in self.param_groups
-            for name, value in group.items()
-            if name not in ("params", "param_names")
-        ]
+        given = [value for group in self.param_groups for value in group.values()]
         if not are_same(given, self._checked):
             for group in self.param_groups:
                 self._check_group(group)
-            parts = [x for value in given for x in (value if isinstance(value, tuple) else (value,))]
-            self._checked = given if all(isinstance(x, _CONSTANT) for x in parts) else []
+            self._checked = given if all(map(_is_constant, self.param_groups)) else []
         inputs = self.scaled_grads or inputs_outside_of_a_session(self)
         step_batches(self, self._batches.of(self.param_groups, self.state, inputs), inputs)
         return loss

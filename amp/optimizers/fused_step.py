@@ -77,22 +77,20 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: StepInp
     """Return the factor that clips the unscaled gradients, float32 `[1]`, or None. No host sync."""
     if max_norm is None or not ready:
         return None
-    norms = []
+    known, norms = inputs.deferred.norms, []
     given = [one for one in ready if one.batch.positions is not None]
-    known = inputs.deferred.norms
     if known is not None and sum(len(one.batch.stepped) for one in given) == len(inputs.stepped):
         if len(given) == len(ready):
             return known.clip
         norms.append(known.total)
         ready = [one for one in ready if one.batch.positions is None]
-    inv_scales = {one.batch.positions is None: one.inv_scale for one in ready}
-    alike: dict[Any, list[Tensor]] = {}
+    alike: dict[Any, list[Ready]] = {}
     for one in ready:
-        key = one.batch.positions is None, one.batch.cut
-        alike.setdefault(key, []).extend(one.lists["grads"])
+        alike.setdefault((one.batch.positions is None, one.batch.cut), []).append(one)
     squares: dict[Any, Tensor] = {}
-    for (is_own, cut), grads in alike.items():
-        norm = kernels.l2norm.l2norm(grads, inv_scales[is_own]).total
+    for (_, cut), some in alike.items():
+        grads = [grad for one in some for grad in one.lists["grads"]]
+        norm = kernels.l2norm.l2norm(grads, some[0].inv_scale).total
         if cut.groups:
             squares[cut.groups] = squares.get(cut.groups, 0.0) + norm.square() / cut.copies
         else:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from amp.distributed import reduce_norm
 from amp.errors import AmpValueError, brief, truth_of
-from amp.kernels.tensor_lists import dense
 from amp.lazy import kernels
 from amp.optimizers.fused import FusedOptimizer
 from amp.optimizers.fused_step import Ready
@@ -106,7 +105,7 @@ class FusedNovoGrad(FusedOptimizer):
         states = [self.state[parameter] for parameter in one.batch.stepped]
         is_largest = group["norm_type"] == 0
         if is_largest:
-            norms = torch.stack(torch._foreach_norm(list(dense(grads)), math.inf)).float()
+            norms = torch.stack(torch._foreach_norm(list(grads), math.inf)).float()
         else:
             norms = kernels.l2norm.l2norm(grads).each
         norms = reduce_norm(norms, one.batch.cut, is_largest=is_largest)

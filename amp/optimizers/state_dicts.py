@@ -15,7 +15,7 @@ from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.profiles.properties import STATE_DTYPES
 from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
-from amp.training.optimizer_states import check_no_others, check_settings, structure_of
+from amp.training.optimizer_states import check_settings, structure_of
 
 if TYPE_CHECKING:
     from amp.optimizers.fused import FusedOptimizer
@@ -31,7 +31,7 @@ def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> di
     """
     checks = StateChecks()
     own, parameter_of = structure_of(checks, optimizer, state_dict)
-    check_no_others(checks, state := own["state"], parameter_of)
+    state = own["state"]
     for i, group in enumerate(own["param_groups"]):
         path = f"state_dict['param_groups'][{i}]"
         group["fused"] = True

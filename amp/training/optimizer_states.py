@@ -28,11 +28,17 @@ _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 
 
 def structure_of(
-    checks: StateChecks, optimizer: Any, state_dict: Any
+    checks: StateChecks, optimizer: Any, state_dict: Any, may_have_others: bool = False
 ) -> tuple[dict[str, Any], dict[Any, Tensor]]:
     """Return a copy of a state dict with a checked structure, and the parameters by its keys.
 
     The copy may be changed: it, its groups and the entries of parameters are new, plain dicts.
+
+    Args:
+        checks: of the state dict.
+        optimizer: that is to load it.
+        state_dict: the state dict.
+        may_have_others: whether it may have state that is of no parameter of the groups.
 
     Raises:
         AmpTypeError, AmpValueError: it is not a state dict of an optimizer with these groups.
@@ -59,17 +65,13 @@ def structure_of(
                 checks.fail(path, "params", f"{brief(key)} is no number, or there twice", expected)
             found[key] = parameter
     state = checks.mapping(state_dict, "state", "state_dict", "a mapping from parameters to entries")
-    for key in found.keys() & state.keys():
-        state[key] = checks.mapping(state, key, "state_dict['state']", "a mapping")
-    return {**own, "param_groups": list(saved.values()), "state": state}, found
-
-
-def check_no_others(checks: StateChecks, state: Mapping[Any, Any], found: Mapping[Any, Tensor]) -> None:
-    """Check that each state is of a parameter of the groups."""
     for key in state:
-        if key not in found:
+        if key in found:
+            state[key] = checks.mapping(state, key, "state_dict['state']", "a mapping")
+        elif not may_have_others:
             known = brief(list(found))
             checks.fail("state_dict", "state", f"{brief(key)} is of no group", f"only {known}")
+    return {**own, "param_groups": list(saved.values()), "state": state}, found
 
 
 def check_settings(
@@ -154,10 +156,10 @@ def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
         AmpTypeError, AmpValueError: an entry is not valid.
     """
     checks = StateChecks()
-    own, found = structure_of(checks, optimizer, state_dict)
-    if getattr(torch.optim, type(optimizer).__name__, None) is not type(optimizer):
+    is_torchs = getattr(torch.optim, type(optimizer).__name__, None) is type(optimizer)
+    own, found = structure_of(checks, optimizer, state_dict, may_have_others=not is_torchs)
+    if not is_torchs:
         return own
-    check_no_others(checks, own["state"], found)
     for i, group in enumerate(own["param_groups"]):
         check_settings(checks, group, f"state_dict['param_groups'][{i}]", optimizer.defaults)
     has_one_shape = not isinstance(optimizer, (torch.optim.Adafactor, torch.optim.LBFGS))
