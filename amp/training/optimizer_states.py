@@ -12,15 +12,7 @@ import torch
 from torch import Tensor
 
 from amp.errors import brief
-from amp.state_checks import (
-    FLOAT32_MAX,
-    LARGEST_COUNT,
-    StateChecks,
-    all_or_nothing,
-    as_dict,
-    as_float,
-    as_plain,
-)
+from amp.state_checks import LARGEST_COUNT, StateChecks, all_or_nothing, as_dict, as_float, as_plain
 from amp.training.wrapped_optimizers import inherits
 
 _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
@@ -58,9 +50,8 @@ def structure_of(
         group = saved[i] = checks.mapping(saved, i, "state_dict['param_groups']", "a mapping")
         count = len(known["params"])
         expected = f"a list of {count} numbers, one for each parameter of this {kind}'s group"
-        for key, parameter in zip(
-            checks.items(group, "params", path, expected, count), known["params"], strict=True
-        ):
+        keys = checks.items(group, "params", path, expected, count)
+        for key, parameter in zip(keys, known["params"], strict=True):
             if not isinstance(key, (int, str)) or key in found:
                 checks.fail(path, "params", f"{brief(key)} is no number, or there twice", expected)
             found[key] = parameter
@@ -105,22 +96,19 @@ def check_settings(
         elif isinstance(default, (int, float, Tensor)):
             checks.scalar(group, name, path, takes_tensors=name in takes_tensors)
         elif isinstance(default, (list, tuple)):
-            expected = f"{len(default)} numbers"
-            is_list = isinstance(value, (list, tuple)) or (
-                isinstance(value, Tensor) and value.dim() == 1
-            )
-            if not is_list or len(value) != len(default):
-                checks.fail(path, name, brief(value), expected)
-            if isinstance(value, (list, tuple)):  # torch treats 0 and 0.0 differently
+            is_vector = isinstance(value, Tensor) and value.dim() == 1
+            if not (is_vector or isinstance(value, (list, tuple))) or len(value) != len(default):
+                checks.fail(path, name, brief(value), f"{len(default)} numbers")
+            if not is_vector:  # torch treats 0 and 0.0 differently
                 pairs = zip(value, default, strict=True)
                 floats = [as_float(x) if type(x) is int and type(y) is float else x for x, y in pairs]
                 group[name] = value = floats if isinstance(value, list) else tuple(floats)
+            limits: Any = {"low": 0.0, "high": 1.0 - 1e-9} if name == "betas" else {}
             parts = dict(enumerate(value))
-            for i, part in parts.items():
-                if part is not None or default[i] is not None:
-                    low, high = (0.0, 1.0 - 1e-9) if name == "betas" else (-FLOAT32_MAX, FLOAT32_MAX)
-                    takes = isinstance(default[i], Tensor)
-                    checks.scalar(parts, i, f"{path}['{name}']", low, high, takes_tensors=takes)
+            for i, known in enumerate(default):
+                if parts[i] is not None or known is not None:
+                    takes = isinstance(known, Tensor)
+                    checks.scalar(parts, i, f"{path}['{name}']", **limits, takes_tensors=takes)
 
 
 def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
