@@ -3,12 +3,13 @@
 import operator
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, repeat
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
 from amp.kernels import host_lists
@@ -125,11 +126,9 @@ class Batches:
         self._have_own: list[bool] = []
         self._batches: list[Batch] = []
 
-    def of(
-        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any], inputs: Any
-    ) -> list[Batch]:
+    def of(self, optimizer: Optimizer, inputs: Any) -> list[Batch]:
         """Return the batches of one step with a `StepInputs`. Nothing is written."""
-        lists = [*[group["params"] for group in groups], list(state)]
+        lists = [*[group["params"] for group in optimizer.param_groups], list(optimizer.state)]
         stepped = inputs.deferred.of.masters
         is_new = stepped is not self._given or not are_all_same(lists, self._lists)
         if is_new:
@@ -140,17 +139,15 @@ class Batches:
         if is_new or have_own != self._have_own:
             self._have_own = have_own
             own = {id(p) for p, has in zip(self._others, have_own, strict=True) if has}
-            self._batches = list(_batches(groups, lists[-1], inputs, own))
+            self._batches = list(_batches(optimizer, inputs, own))
         return self._batches
 
 
-def _batches(
-    groups: Sequence[Mapping[str, Any]], keys: Sequence[Any], inputs: Any, own: set[int]
-) -> Iterator[Batch]:
+def _batches(optimizer: Optimizer, inputs: Any, own: set[int]) -> Iterator[Batch]:
     """Yield the batches; `own` has the ids of parameters with a gradient in their `.grad`."""
     position_of = {id(master): i for i, master in enumerate(inputs.stepped)}
-    entry_of = {id(key): i for i, key in enumerate(keys)}
-    for index, group in enumerate(groups):
+    entry_of = {id(key): i for i, key in enumerate(optimizer.state)}
+    for index, group in enumerate(optimizer.param_groups):
         params = group["params"]
         names = list(map(_bare, inputs.names_of(params), group.get("param_names") or repeat(None)))
         alike: dict[Cut, list[int]] = {}

@@ -300,5 +300,5 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._check_group(group)
             self._checked = given if all(map(_is_constant, self.param_groups)) else []
         inputs = self.scaled_grads or inputs_outside_of_a_session(self)
-        step_batches(self, self._batches.of(self.param_groups, self.state, inputs), inputs)
+        step_batches(self, self._batches.of(self, inputs), inputs)
         return loss

@@ -105,7 +105,7 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
     """Plan the step of a batch."""
     batch, found_inf, changes = one.batch, inputs.found_inf, inputs.changes
     group = optimizer.param_groups[batch.index]
-    *moments, steps = one.state or _make_state(optimizer, batch, one.lists, group)
+    *moments, steps = one.state or _make_state(optimizer, one)
     rule = optimizer._rule(group)
     is_split24 = "lows" in one.lists and one.lists["lows"][0].dtype is torch.int8
     rounds_at_random = optimizer.state_dtype is not None or is_split24
@@ -134,13 +134,13 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
         changes.add(functools.partial(torch._foreach_add_, empty, taken))
 
 
-def _make_state(
-    optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Any], group: Mapping[str, Any]
-) -> list[list[Tensor]]:
+def _make_state(optimizer: FusedOptimizer, one: Ready) -> list[list[Tensor]]:
     """Make missing state, and return the moments and the step counts.
 
     The step counts of a loaded state move to the device.
     """
+    batch, lists = one.batch, one.lists
+    group = optimizer.param_groups[batch.index]
     names = (*optimizer._kept(group), "step")
     first = float(group.get("initial_accumulator_value", 0.0))  # Adagrad's
     for parameter, like in zip(batch.stepped, lists["params"], strict=True):
