@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,11 @@ class MemoryPlace(NamedTuple):
     storage: tuple[torch.device, int]
     first: int
     end: int
+
+    def is_in(self, other: MemoryPlace) -> bool:
+        """Whether all of this lies in another place."""
+        is_there = self.storage == other.storage
+        return is_there and other.first <= self.first and self.end <= other.end
 
 
 def place_of(tensor: Tensor) -> MemoryPlace | None:
@@ -58,29 +63,26 @@ def is_shared(tensor: Tensor) -> bool:
     return place is not None and place.storage[0].type == "cpu" and bool(tensor.is_shared())  # type: ignore[no-untyped-call]
 
 
-def _runs(tensors: Iterable[Tensor], gap: int = -1) -> Iterator[list[Tensor]]:
-    """Yield the lists of two and more tensors that lie one beside the other on one storage.
+def _runs(tensors: Iterable[Tensor], gap: int = -1) -> list[dict[Tensor, MemoryPlace]]:
+    """Return which tensors lie one beside the other on one storage, two and more, in this order.
 
     Args:
         tensors: the tensors.
-        gap: bytes between two of a list, at most; -1 if they must overlap.
+        gap: bytes between two of a run, at most; -1 if they must overlap.
     """
     on: defaultdict[Any, list[tuple[MemoryPlace, Tensor]]] = defaultdict(list)
     for tensor in dict.fromkeys(tensors):
         if place := place_of(tensor):
             on[place.storage].append((place, tensor))
+    runs: list[dict[Tensor, MemoryPlace]] = []
     for placed in on.values():
-        run: list[Tensor] = []
-        end = 0
+        end = -math.inf
         for place, tensor in sorted(placed, key=lambda each: each[0].first):
-            if run and place.first > end + gap:
-                if len(run) > 1:
-                    yield run
-                run = []
-            end = max(end, place.end) if run else place.end
-            run.append(tensor)
-        if len(run) > 1:
-            yield run
+            if place.first > end + gap:
+                runs.append({})
+            runs[-1][tensor] = place
+            end = max(end, place.end)
+    return [run for run in runs if len(run) > 1]
 
 
 # Which tensors share elements.
@@ -113,32 +115,26 @@ def same_memory(tensors: Iterable[Tensor]) -> list[Overlap]:
     return found
 
 
-def _overlapping(run: Sequence[Tensor]) -> list[list[Tensor]]:
+def _overlapping(run: Mapping[Tensor, MemoryPlace]) -> list[list[Tensor]]:
     """Return the groups of a run that share elements; first and last bytes of the run overlap."""
-    if all(map(_has_no_holes, run)):
-        return [list(run)]
+    if all(tensor.nbytes == place.end - place.first for tensor, place in run.items()):
+        return [list(run)]  # no tensor has holes
     unit = math.gcd(*(tensor.element_size() for tensor in run))
-    places = [place for place in map(place_of, run) if place is not None]
-    first, end = places[0].first, max(place.end for place in places)
+    first, end = min(at.first for at in run.values()), max(at.end for at in run.values())
+    group_of = list(range(len(run)))
     with _disable_current_modes():  # modes that watch the model should not see these ops
         owner = torch.full(((end - first) // unit,), -1, dtype=torch.int32, device="cpu")
-        group_of = {i: [i] for i in range(len(run))}
-        for i, (tensor, place) in enumerate(zip(run, places, strict=True)):
+        for i, (tensor, place) in enumerate(run.items()):
             size = tensor.element_size() // unit
             strides = (*(stride * size for stride in tensor.stride()), 1)
             view = owner.as_strided((*tensor.shape, size), strides, (place.first - first) // unit)
-            for j in torch.unique(view[view >= 0]).tolist():
-                if group_of[i] is not group_of[j]:
-                    group_of[j] += group_of[i]
-                    group_of |= dict.fromkeys(group_of[i], group_of[j])
+            met = {group_of[j] for j in torch.unique(view[view >= 0]).tolist()}
+            group_of = [i if group in met else group for group in group_of]
             view.fill_(i)
-    groups = {id(group): group for group in group_of.values() if len(group) > 1}
-    return [[run[i] for i in sorted(group)] for group in groups.values()]
-
-
-def _has_no_holes(tensor: Tensor) -> bool:
-    place = place_of(tensor)
-    return place is not None and place.end - place.first == tensor.numel() * tensor.element_size()
+    groups: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for tensor, group in zip(run, group_of, strict=True):
+        groups[group].append(tensor)
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def outside_views(tensors: Collection[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
@@ -147,26 +143,20 @@ def outside_views(tensors: Collection[Tensor]) -> list[tuple[Tensor, list[Tensor
     This looks at all Python objects, if two tensors share a storage at all. A tensor on the memory of
     one tensor alone does not count: the entries of a state dict are such.
     """
-    known = set(map(id, tensors))
-    runs = [[(place, x) for x in run if (place := place_of(x))] for run in _runs(tensors, _PADDING)]
-    storages = {run[0][0].storage for run in runs}
+    known, runs = set(map(id, tensors)), _runs(tensors, _PADDING)
+    storages = {place.storage for run in runs for place in run.values()}
     found: dict[tuple[int, ...], tuple[Tensor, list[Tensor]]] = {}
     for other in gc.get_objects() if runs else ():
         if type(other) not in (Tensor, nn.Parameter) or id(other) in known:
             continue
-        place = place_of(other)
-        for run in runs if place is not None and place.storage in storages else ():
-            inside = [(at, x) for at, x in run if _is_in(at, place)]
-            if len({at for at, _ in inside}) > 1:
-                of_these = [x for _, x in inside]
-                found[tuple(map(id, of_these))] = other, of_these
+        outer = place_of(other)
+        if outer is None or outer.storage not in storages:
+            continue
+        for run in runs:
+            inside = {x: place for x, place in run.items() if place.is_in(outer)}
+            if len(set(inside.values())) > 1:
+                found[tuple(map(id, inside))] = other, list(inside)
     return list(found.values())
-
-
-def _is_in(inner: MemoryPlace, outer: MemoryPlace | None) -> bool:
-    if outer is None or outer.storage != inner.storage:
-        return False
-    return outer.first <= inner.first and inner.end <= outer.end
 
 
 # Casts.
@@ -175,13 +165,12 @@ def _is_in(inner: MemoryPlace, outer: MemoryPlace | None) -> bool:
 class _Run:
     """Tensors of one dtype that lie one beside the other, and the same memory in other dtypes."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        places = [place for place in map(place_of, tensors) if place is not None]
-        size = tensors[0].element_size()
-        self.storage = places[0].storage
-        self._first = places[0].first // size
-        length = max(place.end for place in places) // size - self._first
-        self._memory = tensors[0].data.as_strided((length,), (1,), self._first)
+    def __init__(self, run: Mapping[Tensor, MemoryPlace]) -> None:
+        tensor, place = next(iter(run.items()))
+        size = tensor.element_size()
+        self.storage, self._first = place.storage, place.first // size
+        length = max(at.end for at in run.values()) // size - self._first
+        self._memory = tensor.data.as_strided((length,), (1,), self._first)
         self._cast: dict[torch.dtype, Tensor] = {}
 
     def view(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -203,19 +192,16 @@ class CastMemory:
     def __init__(self) -> None:
         self._run_of: dict[Tensor, _Run] | None = None
 
-    def note(self, tensors: Iterable[Tensor]) -> None:
+    def note(self, tensors: Collection[Tensor]) -> None:
         """Note which tensors lie on one storage, unless that is noted already. No host sync.
 
         After an interrupt a cast goes on with what was noted before it.
         """
         if self._run_of is not None:
             return
-        of_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for tensor in tensors:
-            of_dtype[tensor.dtype].append(tensor)
         run_of: dict[Tensor, _Run] = {}
-        for alike in of_dtype.values():
-            for run in _runs(alike, _PADDING):
+        for dtype in {tensor.dtype for tensor in tensors}:
+            for run in _runs([x for x in tensors if x.dtype is dtype], _PADDING):
                 run_of |= dict.fromkeys(run, _Run(run))
         self._run_of = run_of
 
