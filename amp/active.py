@@ -112,8 +112,10 @@ def look_at_casts() -> None:
 
 
 def _after_fork() -> None:
+    """Prepare the sessions for use in a forked process, which has no other threads."""
     for session in open_sessions():
-        session.after_fork()
+        session.masters.renew_lock()
+        session.casts.is_inherited = True
 
 
 if hasattr(os, "register_at_fork"):

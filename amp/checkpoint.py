@@ -8,29 +8,26 @@ the model's state dict, which has FP32 values at every level.
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import NoneType
 from typing import Any, NamedTuple
 
 from amp.casting import strategies
-from amp.casting.strategy import Strategy
 from amp.errors import AmpRuntimeError, brief, first_few, name_of, warn
 from amp.state_checks import StateChecks, as_dict
-from amp.training.scaler import LossScaler, ScalerState, read_state
+from amp.training.scaler import ScalerState, read_state
 
 _SCALER_KEY = re.compile(r"loss_scaler(0|[1-9][0-9]{0,8})")
 _LEVEL_KEY = "opt_level"
 
 
-def save(
-    scalers: Sequence[LossScaler], own: Sequence[Strategy], opt_level: str | None
-) -> OrderedDict[str, Any]:
+def save(session: Any) -> OrderedDict[str, Any]:
     """Return the state of a session's scalers and strategies. The host waits for the device."""
     state: OrderedDict[str, Any] = OrderedDict(
-        (f"loss_scaler{i}", scaler.state_dict()) for i, scaler in enumerate(scalers)
+        (f"loss_scaler{i}", scaler.state_dict()) for i, scaler in enumerate(session.scalers)
     )
-    state[_LEVEL_KEY] = opt_level
-    for strategy in own:
+    state[_LEVEL_KEY] = session.properties.opt_level
+    for strategy in session.strategies:
         if strategy.state_key and (of_strategy := strategy.state_dict()):
             state[strategy.state_key] = of_strategy
     return state
@@ -109,16 +106,17 @@ def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterato
         )
 
 
-def restore(
-    saved: SavedState, scalers: Sequence[LossScaler], own: Sequence[Strategy], opt_level: str | None
-) -> None:
-    """Load a saved state into scalers and strategies, after warnings about what differs."""
-    pairs = [(x, saved.strategies.get(x.state_key)) for x in own if x.state_key]
+def restore(saved: SavedState, session: Any) -> None:
+    """Load a saved state into a session, unless it is disabled, after warnings about what differs."""
+    if not session.properties.enabled:
+        return
+    pairs = [(x, saved.strategies.get(x.state_key)) for x in session.strategies if x.state_key]
     of_strategies = [strategy.differences(state) for strategy, state in pairs]
-    for message in (*differences(saved, len(scalers), opt_level), *of_strategies):
+    of_scalers = differences(saved, len(session.scalers), session.properties.opt_level)
+    for message in (*of_scalers, *of_strategies):
         if message:  # before anything is changed: a warning may be an error
             warn(message)
-    for i, scaler in enumerate(scalers):
+    for i, scaler in enumerate(session.scalers):
         if i in saved.scalers:
             scaler.restore(saved.scalers[i])
     for strategy, state in pairs:

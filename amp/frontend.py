@@ -143,7 +143,7 @@ def initialize(
     if _Default.loaded_into is not None and _Default.loaded_into.closed:
         _Default.waiting_state = None
     if _Default.waiting_state is not None:
-        session.restore(_Default.waiting_state)
+        checkpoint.restore(_Default.waiting_state, session)
 
     def set_up() -> Any:
         result = session.initialize(
@@ -152,7 +152,9 @@ def initialize(
         _make_default(session)
         return result
 
-    return followed_by(set_up, lambda: _make_default(session) if session.is_in_use else None)
+    return followed_by(
+        set_up, lambda: _make_default(session) if session.models or session.attached else None
+    )
 
 
 def _make_default(session: Session) -> None:
@@ -359,7 +361,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     if session is not None and session.closed:
         session = None
     if session is not None:
-        session.restore(saved)
+        checkpoint.restore(saved, session)
     _Default.waiting_state, _Default.loaded_into = saved, session
 
 

@@ -105,7 +105,7 @@ class Session:
             opt_level = observer.session_begins(opt_level, options)
         self.properties = Properties(enabled=False) if enabled is False else resolve(opt_level, options)
         arguments.check_verbosity(verbosity)
-        self.verbosity = verbosity
+        self._verbosity = verbosity
         self.closed = False
         arguments.check_environment()
         self.process_groups = distributed.as_process_groups(process_group)
@@ -212,23 +212,7 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def after_fork(self) -> None:
-        """Prepare the session for use in a forked process, which has no other threads."""
-        self.masters.renew_lock()
-        self.casts.is_inherited = True
-
     # Training.
-
-    def before_forward(self) -> None:
-        """Prepare the forward of a model; a hook of the model calls this. No host sync."""
-        if self.casts.live and not (forwards.are_running or forwards.casts is not None):
-            active.activate(self.casts)
-        if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
-            for strategy in self.strategies[:1]:  # the same check in all
-                strategy.check_region()
-        for attached in self.attached if self.properties.master_weights else ():
-            if not attached.step.is_running:  # it runs a closure, and writes masters before that
-                attached.gradients.reconcile("forward")
 
     def stay_with(self, model: nn.Module) -> Callable[[], object]:
         """Live as long as a model lives, and see its forwards; return a function that ends this."""
@@ -319,33 +303,18 @@ class Session:
         """Return the state for a checkpoint; see `amp.state_dict`."""
         if not self.properties.enabled:
             return OrderedDict()
-        return checkpoint.save(self.scalers, self.strategies, self.properties.opt_level)
+        return checkpoint.save(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a saved state; see `amp.load_state_dict`."""
-        self.restore(checkpoint.read(state_dict))
-
-    def restore(self, saved: checkpoint.SavedState) -> None:
-        """Load a state that has been read, after warnings about what differs."""
-        if self.properties.enabled:
-            checkpoint.restore(saved, self.scalers, self.strategies, self.properties.opt_level)
+        checkpoint.restore(checkpoint.read(state_dict), self)
 
     # Questions about the session.
-
-    @property
-    def is_in_use(self) -> bool:
-        """Whether models or optimizers have been prepared."""
-        return bool(self.models or self.attached)
 
     @property
     def amax_history(self) -> AmaxHistory | None:
         """The amax history of `fp8="delayed"`, or None."""
         return None if self.fp8 is None else self.fp8.history
-
-    @property
-    def casts_ops(self) -> bool:
-        """Whether functions cast their arguments as this session says, at this point in this thread."""
-        return any(strategy.casts_ops for strategy in self.strategies)
 
     def live_models(self) -> list[nn.Module]:
         """Return the models that were prepared and still exist."""
@@ -365,19 +334,31 @@ class Session:
 
     def log(self, level: int, message: str, *args: object) -> None:
         """Log on rank 0, unless `verbosity` is 0."""
-        if self.verbosity and distributed.rank() == 0:
+        if self._verbosity and distributed.rank() == 0:
             logger.log(level, message, *args)
 
 
 class _BeforeForward:
-    """A forward pre-hook that keeps the session alive. In a copy of the model it does nothing."""
+    """A forward pre-hook that prepares a forward, without a host sync, and keeps the session alive.
 
-    def __init__(self, session: Any = None) -> None:
+    In a copy of the model it does nothing.
+    """
+
+    def __init__(self, session: Session | None = None) -> None:
         self._session = session
 
     def __call__(self, module: nn.Module, args: object) -> None:
-        if self._session is not None and not torch.compiler.is_compiling():
-            self._session.before_forward()
+        session = self._session
+        if session is None or torch.compiler.is_compiling():
+            return
+        if session.casts.live and not (forwards.are_running or forwards.casts is not None):
+            active.activate(session.casts)
+        if any(map(torch.is_autocast_enabled, DEVICE_TYPES)):
+            for strategy in session.strategies[:1]:  # the same check in all
+                strategy.check_region()
+        for attached in session.attached if session.properties.master_weights else ():
+            if not attached.step.is_running:  # it runs a closure, and writes masters before that
+                attached.gradients.reconcile("forward")
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _BeforeForward, ()

@@ -66,8 +66,8 @@ class Setup:
     def run(self) -> None:
         """Make all changes; if one fails, undo all of them."""
         session, undo = self._session, self._undo
-        was_in_use, known = session.is_in_use, (len(session.models), len(session.attached))
-        if not was_in_use:
+        known = len(session.models), len(session.attached)
+        if not any(known):
             text = session.properties.describe()
             session.log(logging.INFO, "opt_level %s resolves to\n%s", session.called, text)
         session.undo.callback(_recast_states, self._attached)  # after parameters have their old dtype
@@ -84,7 +84,7 @@ class Setup:
         finally:
             undo.memory.forget()
             if not undo.is_for_close:
-                if not was_in_use:
+                if not any(known):
                     active.remove(session)
                 undo.roll_back()
                 del session.models[known[0] :], session.attached[known[1] :]
@@ -106,10 +106,8 @@ class Setup:
         self._undo.always(averages.forget_averages)
         self._undo.always(patches.undo)
         history = session.amax_history
-        is_scaled, has_masters = (
-            not session.scalers[0].config.is_identity,
-            bool(properties.master_weights),
-        )
+        is_scaled = not session.scalers[0].config.is_identity
+        has_masters = bool(properties.master_weights)
         if is_scaled or (has_masters and not HAS_GRAD_DTYPE):
             patch_clipping(self._undo, has_masters)
         if is_scaled or has_masters or (history is not None and history.recipe.reduce_amax):

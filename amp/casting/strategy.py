@@ -57,11 +57,6 @@ class Strategy:
         """Return a log line about all prepared models. May warn."""
         return ""
 
-    @property
-    def casts_ops(self) -> bool:
-        """Whether functions cast their arguments at this point, in this thread."""
-        return False
-
     def check_region(self) -> None:
         """Warn once if a forward begins in the user's float16 region, and losses are not scaled."""
         if not (self.minds_regions and torch.is_grad_enabled()):

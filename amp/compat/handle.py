@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from amp.casting.by_op import CastOps
 from amp.casting.regions import disable_casts
 from amp.compat import lists
 from amp.compat.state import _amp_state
@@ -74,7 +75,8 @@ class _Handle:
 
     def is_active(self) -> bool:
         """Whether functions cast at this point, in this thread."""
-        return self._session.casts_ops
+        caster = self._session.casts
+        return isinstance(caster, CastOps) and caster.casts_ops
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Return the optimizer with its own `scale_loss`, and a scale for each of `num_loss` losses."""
