@@ -499,7 +499,8 @@ def _check_optimizer(method: str, optimizer: Any) -> None:
 
 def _histories() -> list[AmaxHistory]:
     """Return the amax histories of all open sessions, because a GradScaler belongs to no session."""
-    return [each for session in active.open_sessions() if (each := session.amax_history) is not None]
+    in_fp8 = [session.fp8 for session in active.open_sessions() if session.fp8 is not None]
+    return [each.history for each in in_fp8 if each.history is not None]
 
 
 def _parameters(optimizer: Any) -> list[Any]:

@@ -231,16 +231,17 @@ def modules_of_others() -> Iterator[ModuleType]:
             yield module
 
 
-def show_patched(holder: Any, attributes: Mapping[int, tuple[Any, str, Any]]) -> None:
+def show_patched(holder: Any, attributes: Mapping[int, tuple[Any, ...]]) -> None:
     """Let attributes of `holder` that are patched functions be what those are in their place now.
 
     Args:
         holder: a module, or any object with a `__dict__`.
-        attributes: where a function is patched, its name there and the function, by the function's id.
+        attributes: where a function is patched and its name there, by the function's id; and the
+            function, so that its id stays its own.
     """
     if attributes.keys().isdisjoint(map(id, vars(holder).copy().values())):
         return  # as nearly all modules, of which a process may have thousands
     for name, value in vars(holder).copy().items():
         if id(value) in attributes:
-            target, attribute, _ = attributes[id(value)]
+            target, attribute, *_ = attributes[id(value)]
             setattr(holder, name, getattr(target, attribute))

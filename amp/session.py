@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from amp import active, arguments, checkpoint, distributed
 from amp.casting.by_op import CastOps
-from amp.casting.fp8_history import AmaxHistory
 from amp.casting.fp8_strategy import Fp8Linears, set_forward
 from amp.casting.memory_checks import named_tensors
 from amp.casting.regions import DEVICE_TYPES, ThreadState, forwards
@@ -72,7 +71,6 @@ class Session:
 
     Attributes:
         properties: the properties of the profile and the overrides.
-        called: the level as it was passed.
         scalers: one loss scaler per loss.
         observers: the observers that are told what happens in the session; see `amp.observers`.
         attached: the `AttachedOptimizer` of each optimizer.
@@ -136,7 +134,7 @@ class Session:
         if self.properties.diagnose is not None:
             self.observers.append(MAKERS[self.properties.diagnose](self))
         self.undo = Undo()
-        self.called = opt_level
+        self._called = opt_level
 
     # Set up and tear down.
 
@@ -172,6 +170,9 @@ class Session:
                 allow |= observer.takes_half_models
             setup = Setup(self, model_list, optimizer_list)
             setup.check(allow)
+            if not (self.models or self.attached):
+                level, text = self._called, self.properties.describe()
+                self.log(logging.INFO, "opt_level %s resolves to\n%s", level, text)
             setup.run()
             for observer in told:
                 observer.initialize_ends(self, model_list, optimizer_list)
@@ -259,7 +260,7 @@ class Session:
         Raises AmpRuntimeError if there are no layers in FP4; see docs/fp4.md. The host does not wait.
         """
         self._check_open()
-        set_forward(self.strategies, forward)
+        set_forward(self.fp8, forward)
 
     def loss_scale(self, loss_id: int = 0) -> float:
         """Return the current loss scale. The host waits for the device."""
@@ -310,11 +311,6 @@ class Session:
         checkpoint.restore(checkpoint.read(state_dict), self)
 
     # Questions about the session.
-
-    @property
-    def amax_history(self) -> AmaxHistory | None:
-        """The amax history of `fp8="delayed"`, or None."""
-        return None if self.fp8 is None else self.fp8.history
 
     def live_models(self) -> list[nn.Module]:
         """Return the models that were prepared and still exist."""

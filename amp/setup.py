@@ -67,9 +67,6 @@ class Setup:
         """Make all changes; if one fails, undo all of them."""
         session, undo = self._session, self._undo
         known = len(session.models), len(session.attached)
-        if not any(known):
-            text = session.properties.describe()
-            session.log(logging.INFO, "opt_level %s resolves to\n%s", session.called, text)
         session.undo.callback(_recast_states, self._attached)  # after parameters have their old dtype
         session.undo.callback(undo.close)
         try:
@@ -105,7 +102,7 @@ class Setup:
         session, properties, patches = self._session, self._session.properties, Patches()
         self._undo.always(averages.forget_averages)
         self._undo.always(patches.undo)
-        history = session.amax_history
+        history = None if session.fp8 is None else session.fp8.history
         is_scaled = not session.scalers[0].config.is_identity
         has_masters = bool(properties.master_weights)
         if is_scaled or (has_masters and not HAS_GRAD_DTYPE):
@@ -143,8 +140,8 @@ class Setup:
         session.synchronization.watch(self._models)
         if session.properties.protect_buffers and session.properties.loss_scaling.check:
             session.running_stats.watch(self._models, undo)
-        if session.amax_history is not None:
-            session.amax_history.groups_of_data = session.synchronization.groups_of_ddps
+        if session.fp8 is not None and session.fp8.history is not None:
+            session.fp8.history.groups_of_data = session.synchronization.groups_of_ddps
 
     def _finish(self, new: list[AttachedOptimizer]) -> None:
         """Do the rest, which needs the models and the optimizers, and log advice."""

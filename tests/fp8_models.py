@@ -102,7 +102,7 @@ def train(model: Any, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]], ste
 
 def history() -> Any:
     """Return what `delayed` remembers in the default session."""
-    return amp.get_session().amax_history
+    return amp.get_session().fp8.history
 
 
 def factors_of(remembered: Any) -> Tensor:

@@ -299,7 +299,7 @@ def test_a_second_initialize_takes_over_its_own_layers_only() -> None:
     session = amp.Session("O5", fp8="delayed", verbosity=0)
     session.load_state_dict(state)
     session.initialize(net())
-    history = session.amax_history
+    history = session.fp8.history
     assert history is not None
     history.see(0, INPUT, torch.tensor(1000.0))
     history.end()

@@ -95,18 +95,13 @@ def _ruled_dtypes(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, to
     return {module: rule.dtype for module, rule in ruled.items() if rule.dtype is not None}
 
 
-def _named(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
 def _every_named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)
 
 
 def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
-    return tuple(tensor for _, tensor in _named(module))
+    return (*module.parameters(recurse=False), *module.buffers(recurse=False))
 
 
 def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch.dtype]:

@@ -53,9 +53,8 @@ class CastOps(Strategy):
         self.device_types: set[str] = set()
         self._has_begun = False
         self._patches = Patches()
-        # By the ids of originals and wrappers.
-        self._rules: dict[int, OpRule] = {}
-        self._places: dict[int, tuple[Any, str, Any]] = {}
+        # Where functions are patched, by the ids of originals and wrappers.
+        self._places: dict[int, tuple[Any, str, Any, OpRule]] = {}
         self.wrappers: dict[tuple[int, str], Function] = {}
         self._shown: list[Function] = []
         self._watched: list[weakref.ref[nn.Module]] = []
@@ -119,12 +118,12 @@ class CastOps(Strategy):
 
     def _know(self, rule: OpRule, target: Any, function: Any) -> None:
         """Record the rule and place of a function, by its id."""
-        self._rules.setdefault(id(function), rule)
-        self._places.setdefault(id(function), (target, rule.name, function))
+        self._places.setdefault(id(function), (target, rule.name, function, rule))
 
     def rule_of(self, function: Any) -> OpRule | None:
         """Return the rule of a patched function, given the original or its wrapper; None for others."""
-        return self._rules.get(id(function))
+        place = self._places.get(id(function))
+        return None if place is None else place[-1]
 
     def replace_names(self) -> None:
         """Patch names in other modules, as after `from torch.nn.functional import linear`."""
@@ -144,9 +143,9 @@ class CastOps(Strategy):
             self._watched.append(weakref.ref(module))
             for where, value in _held_by(module, name or type(module).__name__):
                 if id(value) in self._places:
-                    target, name_there, _ = self._places[id(value)]
+                    target, name_there, _, rule = self._places[id(value)]
                     if getattr(target, name_there) is not value:
-                        held[f"{where} {self._rules[id(value)].op}"] = None
+                        held[f"{where} {rule.op}"] = None
         if held:
             warn(
                 "some functions were taken from torch before amp.initialize and will not cast their "
@@ -191,7 +190,6 @@ class CastOps(Strategy):
         scripting.forget(self._shown)
         self._shown.clear()
         self._places.clear()
-        self._rules.clear()
 
 
 _dropped: list[CastOps] = []

@@ -116,13 +116,10 @@ class ModelInputs(CastInputs):
         # Under vmap or jacrev it has no values to look at, and torch.jit.trace would record the look.
         if is_functorch_wrapped_tensor(x) or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return
-        if can_ruin(x, self.dtype):
-            seen.add(x.shape)
-            if name not in self._warned:
-                self._warn_if_changed(name, x)
-
-    def _warn_if_changed(self, name: str, x: Tensor) -> None:
-        if found := ruined_by_cast(x, self.dtype):
+        if not can_ruin(x, self.dtype):
+            return
+        seen.add(x.shape)
+        if name not in self._warned and (found := ruined_by_cast(x, self.dtype)):
             self._warned.add(name)
             dtype = dtype_name(self.dtype)
             warn(

@@ -13,8 +13,7 @@ each product in half precision; in FP4 also that of the output, for the last ste
 
 import threading
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -36,27 +35,13 @@ from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import scaled_mm
 from amp.profiles.fp8_recipe import FP4, GRANULARITIES, Fp8Recipe
 
+if TYPE_CHECKING:
+    from amp.casting.fp8_strategy import Switch
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}
 """The FP8 formats of inputs, weights and gradients."""
-
-
-class Switch:
-    """Whether the layers of a session run in FP8, or FP4.
-
-    Attributes:
-        on: whether the session is open.
-        forward_is_high: whether outputs are computed in half precision.
-        note_gradient: is told of gradients of weights in FP4, as `Noise.note` is; or None.
-        has_warned: whether it was said that a layer does not run in FP8 under a transform.
-    """
-
-    def __init__(self, forward_is_high: bool = False) -> None:
-        self.on = True
-        self.forward_is_high = forward_is_high
-        self.note_gradient: Callable[[str, Tensor, Operand, Operand, bool], None] | None = None
-        self.has_warned = False
 
 
 class Layer(NamedTuple):
@@ -65,20 +50,20 @@ class Layer(NamedTuple):
     Attributes:
         recipe: the session's recipe.
         name: the module's name, for errors.
+        switch: turned off when the session closes; copies of the module share it.
         history: the amax history of `delayed`, or None.
         draws: the counts of FP4's random bits, or None.
         number: the module's index in the history or the counts.
-        switch: turned off when the session closes; copies of the module share it.
         split: how tensor parallelism has divided the layer, or None.
         gathered: the weight that travels in FP8, or None.
     """
 
     recipe: Fp8Recipe
     name: str
+    switch: "Switch"
     history: AmaxHistory | None = None
     draws: Draws | None = None
     number: int = 0
-    switch: Switch = Switch()
     split: fp8_shards.Split | None = None
     gathered: GatheredWeight | None = None
 

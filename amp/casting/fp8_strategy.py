@@ -5,7 +5,7 @@ reach more layers, but could not tell them apart, to skip one or to keep its ama
 """
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,24 @@ if TYPE_CHECKING:
     from amp.casting.fp4_draws import Draws
     from amp.casting.fp8_gather import GatheredWeight
     from amp.casting.fp8_history import AmaxHistory
-    from amp.casting.fp8_linear import Layer, Switch
+    from amp.casting.fp8_linear import Layer
+
+
+class Switch:
+    """Whether the layers of a session run in FP8, or FP4.
+
+    Attributes:
+        on: whether the session is open.
+        forward_is_high: whether outputs are computed in half precision.
+        note_gradient: is told of gradients of weights in FP4, as `Noise.note` is; or None.
+        has_warned: whether it was said that a layer does not run in FP8 under a transform.
+    """
+
+    def __init__(self, forward_is_high: bool = False) -> None:
+        self.on = True
+        self.forward_is_high = forward_is_high
+        self.note_gradient: Callable[..., None] | None = None
+        self.has_warned = False
 
 
 class Fp8Linears(Strategy):
@@ -49,8 +66,7 @@ class Fp8Linears(Strategy):
         super().__init__(properties)
         self.history: AmaxHistory | None = None
         self.draws: Draws | None = None
-        self.switch: Switch | None = None
-        self._forward_is_high = properties.fp8 is not None and properties.fp8.forward == "high"
+        self.switch = Switch(properties.fp8 is not None and properties.fp8.forward == "high")
         self._models = self._prepared = 0
         self._reached: list[str] = []
         self._missed: dict[str, list[str]] = {}
@@ -138,11 +154,10 @@ class Fp8Linears(Strategy):
     def _add(self, model: nn.Module, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
         from amp.casting.fp4_draws import Draws
         from amp.casting.fp8_history import AmaxHistory
-        from amp.casting.fp8_linear import FORMATS, Layer, Switch
+        from amp.casting.fp8_linear import FORMATS, Layer
 
         recipe = self.properties.fp8
         assert recipe is not None
-        self.switch = self.switch or Switch(self._forward_is_high)
         undo.callback(setattr, self.switch, "on", False)
         names = [prefix + name for name in reached]
         first = 0
@@ -155,16 +170,9 @@ class Fp8Linears(Strategy):
             first = kept.add(names, *[_stored(module).device for module in reached.values()])
             undo.if_it_fails.append(functools.partial(kept.remove, len(names)))
         gathered = self._gather(model, reached, undo)
+        alike = Layer(recipe, "", self.switch, self.history, self.draws)
         layers: dict[nn.Module, Layer] = {
-            module: Layer(
-                recipe,
-                name,
-                self.history,
-                self.draws,
-                i,
-                self.switch,
-                gathered=gathered.get(module),
-            )
+            module: alike._replace(name=name, number=i, gathered=gathered.get(module))
             for i, (name, module) in enumerate(zip(names, reached.values(), strict=True), start=first)
         }
         undo.callback(_release, layers)
@@ -173,12 +181,6 @@ class Fp8Linears(Strategy):
             if message := _unknown(self._loaded, names):
                 warn(message)
             kept.load_state_dict(self._loaded, first)
-
-    def set_forward(self, is_high: bool) -> None:
-        """Compute outputs in half precision from now on, or in FP4."""
-        self._forward_is_high = is_high
-        if self.switch is not None:
-            self.switch.forward_is_high = is_high
 
     @property
     def _kept(self) -> "AmaxHistory | Draws | None":
@@ -294,23 +296,22 @@ def _unknown(state: Mapping[str, Any], names: Sequence[str]) -> str:
     return f"the state_dict has no FP8 entries of {_listed(missing)}; {anew}"
 
 
-def set_forward(strategies: Iterable[Strategy], forward: str) -> None:
+def set_forward(fp8: Fp8Linears | None, forward: str) -> None:
     """Compute outputs of layers in FP4, or in half precision: the values of the key `forward`.
 
     Raises:
         AmpValueError: it is another word.
         AmpRuntimeError: no layers run in FP4.
     """
-    own = [x for x in strategies if isinstance(x, Fp8Linears)]
-    recipe = own[0].properties.fp8 if own else None
-    if recipe is None or not recipe.is_fp4:
+    recipe = None if fp8 is None else fp8.properties.fp8
+    if fp8 is None or recipe is None or not recipe.is_fp4:
         raise AmpRuntimeError(
             f"set_fp4_forward is for layers in FP4, and this session has fp8={recipe or 'none'}. Take "
             "opt_level='O8' or 'O9', or fp4=True on top of a half-precision level"
         )
     if forward not in ("fp4", "high"):
         raise AmpValueError(f"forward={brief(forward)} is not one of fp4, high")
-    own[0].set_forward(forward == "high")
+    fp8.switch.forward_is_high = forward == "high"
 
 
 # Which layers.

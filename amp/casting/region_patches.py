@@ -70,16 +70,15 @@ def _exit(original: Function, region: Any, *exception: Any) -> Any:
         torch.set_autocast_enabled(OFF, was_off)
     if region.fast_dtype is not region.prev_fastdtype:
         forget_casts()
-    if not getattr(region, "_amp_has_cache", True):  # else torch would empty the other thread's cache
+    has_cache = getattr(region, "_amp_has_cache", True)
+    if not has_cache:  # else torch would empty the other thread's cache
         torch.autocast_increment_nesting()
-        try:
-            return original(region, *exception)
-        finally:
-            torch.autocast_decrement_nesting()
     try:
         return original(region, *exception)
     finally:
-        if not getattr(region, "_amp_had_cache", True):
+        if not has_cache:
+            torch.autocast_decrement_nesting()
+        elif not getattr(region, "_amp_had_cache", True):
             torch.clear_autocast_cache()
             give_torchs_cache()
 

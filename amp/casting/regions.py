@@ -321,12 +321,6 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
             torch.set_autocast_enabled(kind, True)
 
 
-def _is_in_users_region(module: nn.Module) -> bool:
-    """Whether a forward begins in a region that is not ours; DataParallel's threads repeat ours."""
-    is_in_one = any(map(torch.is_autocast_enabled, DEVICE_TYPES))
-    return is_in_one and not getattr(module, "_is_replica", False)
-
-
 def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with casts disabled; even an interrupt restores their state."""
 
@@ -351,7 +345,8 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
         def call() -> Any:
             active.activate(caster)
             caster.is_inherited = False
-            if _is_in_users_region(self):
+            is_in_region = any(map(torch.is_autocast_enabled, DEVICE_TYPES))
+            if is_in_region and not getattr(self, "_is_replica", False):  # DataParallel repeats ours
                 caster.check_region()
             first = itertools.islice(self.parameters(), 1)
             caster.device_types |= {parameter.device.type for parameter in first}

@@ -119,7 +119,7 @@ class Replay:
             stack.callback(_keep_optimizer(one))
         for scaler in self.owner.scalers:
             stack.callback(scaler.snapshot())
-        if (history := self.owner.amax_history) is not None:
+        if self.owner.fp8 is not None and (history := self.owner.fp8.history) is not None:
             stack.callback(history.snapshot())
         for session in {self.owner, *(one.owner for one in self._attached)}:
             stack.callback(setattr, session, "is_rehearsal", session.is_rehearsal)

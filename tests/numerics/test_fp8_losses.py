@@ -142,7 +142,7 @@ def test_it_is_the_history_that_trains(fmt: str, entry: int) -> None:
     recipe = {"recipe": "delayed", "amax_history": 3, "margin": 1}
     with amp.Session("O7", fp8=recipe, verbosity=0) as session:
         model, optimizer = session.initialize(model, optimizer)
-        history = session.amax_history
+        history = session.fp8.history
         assert history is not None
         seen, factors = [], []
         for scale in scales:
