@@ -34,7 +34,7 @@ from amp.errors import (
     warn,
 )
 from amp.lazy import kernels
-from amp.observers import watching
+from amp.observers import everywhere
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks, as_dict
@@ -414,7 +414,7 @@ class GradScaler(torch.amp.GradScaler):
         grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
         inv_scale, flag = inv_scale.reshape(1), found_inf.reshape(1)
         if grads:
-            for observer in watching():
+            for observer in everywhere:
                 observer.unscaling(grads, inv_scale)
             if unscale:
                 kernels.unscale.unscale(grads, grads, inv_scale, flag)

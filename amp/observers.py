@@ -81,11 +81,6 @@ def observing(observer: Observer) -> Iterator[None]:
         everywhere.remove(observer)
 
 
-def watching(own: Iterable[Observer] = ()) -> list[Observer]:
-    """Return the observers of a session: those of all sessions, and its own ones, `own`."""
-    return [*everywhere, *own]
-
-
 def watch_forwards(observer: Observer, session: Any, models: Iterable[nn.Module]) -> Callable[[], None]:
     """Tell an observer of each forward of models, until the function that this returns is called."""
     hook = _ForwardHook(weakref.ref(observer), weakref.ref(session))

@@ -172,10 +172,6 @@ class Patches(AbstractContextManager["Patches"]):
             site.show()
             return site.original
 
-    def surround(self, target: Any, name: str, function: Callable[..., Any]) -> None:
-        """Let each call of `target.name` be one of `function(original, *args, **kwargs)`."""
-        self.wrap(target, name, around(function))
-
     def install(self, patches: Iterable[Patch]) -> None:
         """Make the patches whose places are loaded."""
         for patch in patches:

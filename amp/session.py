@@ -25,7 +25,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, truth_of
 from amp.masters.master_weights import MasterWeights
 from amp.observer_makers import MAKERS
-from amp.observers import Observer, everywhere, watching
+from amp.observers import Observer, everywhere
 from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Overrides, Properties
@@ -99,7 +99,7 @@ class Session:
     ) -> None:
         count = parse_count("num_losses", num_losses, most=10_000)
         options = {"enabled": enabled, **overrides}
-        for observer in watching():
+        for observer in tuple(everywhere):
             opt_level = observer.session_begins(opt_level, options)
         self.properties = Properties(enabled=False) if enabled is False else resolve(opt_level, options)
         arguments.check_verbosity(verbosity)
@@ -164,7 +164,7 @@ class Session:
             model_list = arguments.as_models(models)
             optimizer_list = arguments.as_optimizers(optimizers)
             arguments.check_inference_mode([*model_list, *optimizer_list])
-            told = watching(self.observers)
+            told = (*everywhere, *self.observers)
             for observer in told:
                 observer.initialize_begins(self, model_list)
                 allow |= observer.takes_half_models
@@ -197,7 +197,7 @@ class Session:
     def _close(self) -> None:
         active.remove(self)
         self.casts.stop()
-        for each in watching(self.observers):
+        for each in (*everywhere, *self.observers):
             each.session_ends(self)
         with torch.inference_mode(False):  # weights that are cast in it could not be trained
             memory = self.masters.memory

@@ -70,9 +70,8 @@ def units_of(model: nn.Module) -> list[Any]:
 
 def reshard(model: nn.Module) -> None:
     """Make the shards the parameters of an FSDP model again, after a forward has gathered them."""
-    for unit in units_of(model):
-        for module in unit._modules:
-            module.reshard()
+    for module in modules_of_fsdp2(model):
+        module.reshard()
 
 
 def parameters_of(unit: Any) -> list[Tensor]:
@@ -181,7 +180,7 @@ def params_of_fsdp2(model: nn.Module) -> dict[tuple[nn.Module, str], Any]:
     }
 
 
-def modules_of_fsdp2(model: nn.Module) -> list[nn.Module]:
+def modules_of_fsdp2(model: nn.Module) -> list[Any]:
     """Return the modules whose forwards gather parameters."""
     return [module for unit in units_of(model) for module in unit._modules]
 

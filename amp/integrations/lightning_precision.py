@@ -22,7 +22,7 @@ from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError
 from amp.integrations.late_optimizers import LateOptimizers
 from amp.masters.fp32_values import put_values, values_of
-from amp.patching import Patches
+from amp.patching import Patches, around
 from amp.training.attached_optimizer import AttachedOptimizer
 
 
@@ -271,11 +271,11 @@ def _patch_for_masters(module: Any, optimizers: Sequence[Any], patches: Patches)
         patches: undoes the patches later.
     """
     for name in ("toggle_optimizer", "untoggle_optimizer"):
-        patches.surround(module, name, partial(_toggle, optimizers))
+        patches.wrap(module, name, around(partial(_toggle, optimizers)))
     for callback in module.trainer.callbacks:
         for name, function in (("_swap_models", _swap), ("_copy_average_to_current", _copy)):
             if hasattr(callback, name):
-                patches.surround(callback, name, partial(function, callback))
+                patches.wrap(callback, name, around(partial(function, callback)))
 
 
 def _toggle(optimizers: Sequence[Any], original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

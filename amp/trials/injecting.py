@@ -20,7 +20,7 @@ from amp.diagnosis.attaching import Training, models_in_memory, replace_in
 from amp.diagnosis.places import is_called_by_amp
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpValueError
-from amp.observers import watching
+from amp.observers import everywhere
 from amp.session import Session
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
@@ -131,7 +131,7 @@ class Injected(Training):
             # Tell the observers of the loss, and leave the script alone.
             loss = self._unscaled.pop(id(losses[0]), (losses[0], losses[0]))[1]
             attached = list(filter(None, map(AttachedOptimizer.of, self.optimizers)))
-            for observer in watching(session.observers):
+            for observer in (*everywhere, *session.observers):
                 observer.block_entered(session, Block(session.scalers[0], []), loss, attached)
             return original(tensors, *args, **kwargs)
         finally:
