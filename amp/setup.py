@@ -18,7 +18,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.host_lists import load_in_background
 from amp.masters import averages
-from amp.masters.state_dicts import install_hooks
+from amp.masters.saved_models import install_hooks
 from amp.patching import Patches
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import synchronization

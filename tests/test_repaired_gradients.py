@@ -51,7 +51,7 @@ class Training:
         torch.manual_seed(0)
         layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
         made = OPTIMIZERS[optimizer](layers.parameters())
-        options = {"loss_scale": {"init": 4.0}} if level in DYNAMIC else {}
+        options: Any = {"loss_scale": {"init": 4.0}} if level in DYNAMIC else {}
         self.layers: Any
         self.layers, self.optimizer = amp.initialize(
             layers, made, opt_level=level, verbosity=0, **options
