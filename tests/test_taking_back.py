@@ -137,6 +137,34 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
     model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
 
 
+@pytest.mark.parametrize("level", ["O6", "O7"])
+def test_layers_multiply_in_fp8_after_an_initialize_of_their_session_has_failed(
+    monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    def net() -> Any:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 16))
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    x = torch.linspace(-1, 1, 256).reshape(8, 32)
+    first, later, again = net(), net(), net()
+    session, other = amp.Session(level, verbosity=0), amp.Session(level, verbosity=0)
+    session.initialize(first, torch.optim.Adam(first.parameters()))
+    in_fp8 = first(x)
+    for one, model in ((session, later), (other, again)):
+        optimizer = torch.optim.Adam(model.parameters())
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(AttachedOptimizer, "recast_state", fail)
+            one.initialize(model, optimizer)
+        assert torch.equal(first(x), in_fp8)
+        one.initialize(model, optimizer)
+        assert torch.equal(model(x), in_fp8)
+    session.close()
+    assert not torch.equal(first(x), in_fp8)
+
+
 @pytest.mark.parametrize("level", ["O2", pytest.param("O5", marks=pytest.mark.slow)])
 @every_nth_line(12, 5)
 def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_closed(

@@ -151,6 +151,11 @@ class Fp8Linears(Strategy):
         gathers.attach()
         return gathers.weights
 
+    def _switch_off(self, undo: Undo) -> None:
+        """Let no layer multiply in FP8 as the session closes; do nothing if `initialize` has failed."""
+        if undo.is_for_close:
+            self.switch.on = False
+
     def _add(self, model: nn.Module, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
         from amp.casting.fp4_draws import Draws
         from amp.casting.fp8_history import AmaxHistory
@@ -158,7 +163,7 @@ class Fp8Linears(Strategy):
 
         recipe = self.properties.fp8
         assert recipe is not None
-        undo.callback(setattr, self.switch, "on", False)
+        undo.callback(self._switch_off, undo)
         names = [prefix + name for name in reached]
         first = 0
         if names and recipe.recipe == "delayed" and self.history is None:
