@@ -12,7 +12,7 @@ from amp.profiles.properties import StateDtype
 
 
 class FusedSGD(FusedOptimizer):
-    """Stochastic gradient descent, with apex's arguments and defaults.
+    """Stochastic gradient descent, with apex's arguments and defaults, but for `set_grad_none`.
 
     The formula is that of `torch.optim.SGD`, whose state dicts it loads and saves; see
     `amp.kernels.sgd`. The momentum has the dtype of the parameters.
@@ -46,7 +46,7 @@ class FusedSGD(FusedOptimizer):
         nesterov: bool = False,
         wd_after_momentum: bool = False,
         materialize_master_grads: bool = True,
-        set_grad_none: bool = False,
+        set_grad_none: bool = True,
         *,
         maximize: bool = False,
         max_grad_norm: float | None = None,

@@ -313,7 +313,10 @@ class AttachedOptimizer:
             return zero_grad(*args, **kwargs)
         if self.misuse is not None:
             self.misuse.of_others = []
-        if not (args[0] if args else kwargs.get("set_to_none", True)):
+        to_none = args[0] if args else kwargs.get("set_to_none")
+        if to_none is None:
+            to_none = getattr(self.optimizer, "defaults", {}).get("set_grad_none", True)
+        if not to_none:
             return self.gradients.zero_grad(functools.partial(zero_grad, *args, **kwargs))
         self.gradients.zero_grad(None)
         if getattr(zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:

@@ -1,0 +1,73 @@
+"""What `zero_grad` does by default: one answer at every level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp
+from amp.optimizers import FusedAdam, FusedSGD
+from tests.levels import LEVELS
+
+
+class Heads(nn.Module):
+    """Two layers, of which each forward runs some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, which: list[int]) -> torch.Tensor:
+        x = torch.ones(2, 4, dtype=self.heads[0].weight.dtype)  # type: ignore[arg-type]
+        return torch.stack([self.heads[i](x) for i in which])
+
+
+def train(model: Any, optimizer: Any, in_session: bool) -> list[torch.Tensor]:
+    """Train two heads in turn, so that one has no gradient in each step, and return the weights."""
+    for i in range(8):
+        optimizer.zero_grad()
+        loss = model([i % 2]).float().pow(2).mean()
+        if in_session:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+        else:
+            loss.backward()
+        optimizer.step()
+    return [p.detach().float() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_head_without_a_gradient_is_not_moved_by_its_momentum(level: str) -> None:
+    plain = Heads()
+    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), False)
+    model: Any = Heads()
+    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    for p, e in zip(train(model, optimizer, True), expected, strict=True):
+        torch.testing.assert_close(p, e, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("optimizer_class", [FusedAdam, FusedSGD])
+@pytest.mark.parametrize("given", [{}, {"set_to_none": None}, {"set_to_none": True}])
+def test_an_optimizer_that_was_made_to_write_zeros_writes_them(
+    level: str, optimizer_class: Any, given: dict[str, Any]
+) -> None:
+    model: Any = Heads()
+    made = optimizer_class(model.parameters(), lr=0.1, set_grad_none=False)
+    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, loss_scale=1.0)
+    for _ in range(2):
+        with amp.scale_loss(model([0, 1]).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(**given)
+        for grad in [p.grad for p in model.parameters()]:
+            if given.get("set_to_none"):
+                assert grad is None
+            else:
+                assert grad is not None
+                assert not grad.any()
