@@ -382,12 +382,15 @@ class Elementwise(NamedTuple):
         todo = plan(*columns, block=self.block, backend=backend)
         for each in todo.launches:
             here = {name: number_on(each.device, value) for name, value in arguments.items()}
-            here[self.flag] = flag_on(each.device, flag)
-            each.run(self.kernel, **here, **BadSteps.on(each.device, bad_steps), BLOCK=self.block)
-            merge_flag(flag, here[self.flag])
+            if self.flag in arguments:
+                here[self.flag] = flag_on(each.device, flag)
+            if "found_inf" in arguments:
+                here |= BadSteps.on(each.device, bad_steps)
+            each.run(self.kernel, **here, BLOCK=self.block)
+            merge_flag(flag, here.get(self.flag))
         for same in todo.fallback:
             chosen = [[tensors[i] for i in same] for tensors in columns]
-            if flag is not None:
+            if self.flag in arguments:
                 arguments[self.flag] = flag_on(chosen[0][0].device, flag)
             self.reference(*chosen, **arguments)
             merge_flag(flag, arguments.get(self.flag))
