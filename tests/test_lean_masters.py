@@ -110,6 +110,22 @@ def test_resume_is_exact(kind: str, optimizer: str, level: str) -> None:
     assert_equal(expected, train(model, opt, first=5))
 
 
+@pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_resume_is_exact_after_zeros_were_written_without_a_trace(level: str, kind: str) -> None:
+    model, opt = make(kind, level)
+    train(model, opt, last=3)
+    model[0].weight.data[::2] = 0.0
+    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
+    assert not saved[0]["0.weight"][::2].any()
+    expected = train(model, opt, first=3)
+    model, opt = make(kind, level)
+    model.load_state_dict(saved[0])
+    opt.load_state_dict(saved[1])
+    amp.load_state_dict(saved[2])
+    assert_equal(expected, train(model, opt, first=3))
+
+
 @pytest.mark.parametrize("kind", ["split16", "kahan"])
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW"])
 def test_what_is_written_to_weights_stays(optimizer: str, kind: str) -> None:

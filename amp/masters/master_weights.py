@@ -24,7 +24,7 @@ from amp.kernels.interrupts import followed_by, without_grad
 from amp.kernels.tensor_lists import are_plain, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
-from amp.masters.lean import join, joined_of, split
+from amp.masters.lean import clear_low, join, joined_of, split
 from amp.masters.pair import Master, Pair, register_master
 from amp.profiles.properties import LeanMasters
 from amp.shared_memory import CastMemory
@@ -244,6 +244,8 @@ class MasterWeights:
         """
         self.reconcile([pair])
         parameter = pair.parameter
+        if not (self.are_whole or self.are_ahead or pair.holder is pair.master):
+            clear_low([pair])  # of zeros that were written without a trace
         if not self.are_whole or self.are_ahead or parameter.is_meta or not pair.has_memory:
             return pair.values()  # the upper half of a lean one is its parameter
         merged = kernels.master_copy.merged(local(parameter), local(pair.master))
