@@ -179,11 +179,18 @@ class MasterWeights:
 
     # In a step.
 
-    def run_step(self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Run an optimizer's step group by group, while the masters of the group hold FP32 values."""
-        if "param_groups" not in vars(optimizer):  # a wrapper: it has no groups itself
-            with self.as_float32(masters):
-                return step()
+    def run_step(
+        self, optimizer: Any, masters: Sequence[Tensor], step: Callable[[], Any], has_closure: bool
+    ) -> Any:
+        """Run an optimizer's step group by group, while the masters of the group hold FP32 values.
+
+        One with a closure, which is about all groups, is run while all hold them.
+        """
+        if has_closure or "param_groups" not in vars(optimizer):  # a wrapper: it has no groups itself
+            with self.as_float32(masters, may_write=has_closure):
+                result = step()
+                self.split_joined()  # the closure's writes are in the masters that were stepped
+                return result
         groups = optimizer.param_groups
 
         def run() -> Any:

@@ -1,10 +1,9 @@
 """The step of one optimizer in a session: look, decide, merge, step or skip, write back.
 
-| way                 | the optimizer                       | gradients  | who writes the model |
-|---------------------|-------------------------------------|------------|----------------------|
-| `_step_fused`       | declares `_step_takes_scaled_grads` | deferred   | the optimizer        |
-| `_step_unscaled`    | any other                           | in `.grad` | the session          |
-| `_run_with_closure` | is given a closure                  | in `.grad` | the session          |
+| way              | the optimizer                       | gradients  | who writes the model |
+|------------------|-------------------------------------|------------|----------------------|
+| `_step_fused`    | declares `_step_takes_scaled_grads` | deferred   | the optimizer        |
+| `_step_unscaled` | any other, or is given a closure    | in `.grad` | the session          |
 
 `amp.training.verdicts` decides who skips a step after an overflow. `Unattached` finds the steps of
 optimizers that no session has, and that should have masters.
@@ -112,26 +111,26 @@ class OptimizerStep:
                 masters.are_ahead = self.is_running = True
                 gradients.begin_step()
                 if closure is not None:
-                    return self._run_with_closure(step, closure, *args, **kwargs)
-                return self._run(functools.partial(step, *args, **kwargs))
+                    args = functools.partial(self._evaluate, closure, same_casts()), *args
+                return self._run(functools.partial(step, *args, **kwargs), closure is not None)
             except RuntimeError as error:
                 self._attached().check.add_hint(error, gradients.groups.models)
                 raise
             finally:
                 masters.are_ahead, self.is_running = before, False
 
-    # Without a closure.
-
-    def _run(self, step: Callable[[], Any]) -> Any:
+    def _run(self, step: Callable[[], Any], has_closure: bool) -> Any:
         gradients, attached = self._gradients, self._attached()
-        misuse = attached.misuse
-        if gradients.delayed is not None:
-            gradients.finish_delayed()
-        if misuse is not None or not gradients.groups.have_grads():
-            attached.check.check_not_replaced()
-        before = None if misuse is None else misuse.step_begins()
-        self.verdicts = gradients.verdicts_for_step()
-        self._is_to_end, self._unwritten = False, None
+        misuse, before = attached.misuse, None
+        self._is_to_end, self._unwritten, self.verdicts = False, None, []
+        if not has_closure:  # else the gradients are still to be made
+            if gradients.delayed is not None:
+                gradients.finish_delayed()
+            if misuse is not None or not gradients.groups.have_grads():
+                attached.check.check_not_replaced()
+            if misuse is not None:
+                before = misuse.step_begins()
+            self.verdicts = gradients.verdicts_for_step()
 
         def run() -> Any:
             decision = decide(self.verdicts, self._capabilities)
@@ -141,9 +140,15 @@ class OptimizerStep:
                 result = None
             else:
                 found_inf = decision if isinstance(decision, Tensor) else None
-                way = self._step_fused if self._capabilities.takes_scaled else self._step_unscaled
-                result = way(step, found_inf)
-            if misuse is not None:
+                if self._capabilities.takes_scaled and not has_closure:
+                    result = self._step_fused(step, found_inf)
+                else:
+                    result = self._step_unscaled(step, found_inf, has_closure)
+            if has_closure:
+                attached.check.check_not_replaced()
+                if misuse is not None:
+                    misuse.closure_has_ended()
+            elif misuse is not None:
                 misuse.step_has_ended(before)
             forget_casts()  # casts of old weights, if a forward is under way
             self._tell_end()
@@ -180,7 +185,9 @@ class OptimizerStep:
                     pairs.write_changed()
         return result
 
-    def _step_unscaled(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
+    def _step_unscaled(
+        self, step: Callable[[], Any], found_inf: Tensor | None, has_closure: bool
+    ) -> Any:
         """Step with the gradients in `.grad`, and write masters to the model."""
         pairs, masters = self._gradients.groups.pairs, self._masters
         if found_inf is not None:
@@ -191,7 +198,8 @@ class OptimizerStep:
                 result = step()
             else:
                 if not masters.are_whole:
-                    step = functools.partial(masters.run_step, self._optimizer, pairs.masters, step)
+                    run = functools.partial(masters.run_step, self._optimizer, pairs.masters)
+                    step = functools.partial(run, step, has_closure)
                 self._unwritten = pairs
                 result = self._with_hooks(step, pairs.merge, self._write)
         self._is_to_end = True
@@ -264,27 +272,6 @@ class OptimizerStep:
                 attached.misuse = None
 
     # With a closure.
-
-    def _run_with_closure(
-        self, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        attached, misuse = self._attached(), self._attached().misuse
-        pairs = self._unwritten = self._gradients.groups.pairs
-        evaluate = functools.partial(self._evaluate, closure, same_casts())
-        own = functools.partial(step, evaluate, *args, **kwargs)
-        with disable_casts(), self._masters.as_float32(pairs.masters, may_write=True):
-            result = self._with_hooks(own, pairs.merge, self._write)
-        attached.check.check_not_replaced()
-        self.verdicts = []
-        self._tell_end()
-        self._gradients.end_step()
-        if attached.owner.fp8 is not None:
-            self._end_iteration()
-        if misuse is not None:
-            misuse.closure_has_ended()
-            if misuse.is_over:
-                attached.misuse = None
-        return result
 
     def _evaluate(self, closure: Callable[[], Any], as_around_the_step: Any) -> Any:
         """Evaluate the model on what masters are now; after an overflow again, at the lowered scale."""
