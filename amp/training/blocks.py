@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, _GeneratorContextManager
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -153,12 +152,19 @@ class Block:
         self._before = ThreadState()
         if any([gradients.open_block is not None for gradients in self._gradients]):  # noqa: C419
             raise AmpRuntimeError(_INSIDE_ANOTHER)
-        delayed = [gradients for gradients in self._gradients if gradients.delayed is not None]
-        for gradients in delayed:
-            _check_reduced(gradients, self.scaler)
-        # Finishing a block moves a scale, perhaps this one: look again until none is left.
-        while any([_finish_other_scale(gradients, self.scaler) for gradients in delayed]):  # noqa: C419
-            pass
+        while others := [
+            each
+            for each in self._gradients
+            if (block := each.delayed) is not None and not block.scale.is_current(self.scaler)
+        ]:
+            if not all(each.were_reduced for each in others):
+                raise AmpRuntimeError(
+                    "the gradients of the last block are not reduced over the ranks, for its backward "
+                    "was one of no_sync() or set_requires_gradient_sync(False), and this block has "
+                    "another loss scale. They cannot be unscaled before they are reduced. Accumulate "
+                    "losses of one loss_id, and leave the scale alone meanwhile"
+                )
+            others[0].finish_delayed()  # this moves a scale, perhaps this one: look again
         for gradients in self._gradients:
             gradients.prepare_to_enter()
         for gradients in self._gradients:
@@ -211,15 +217,13 @@ class Block:
         gradients of these optimizers: added gradients cannot be told from those that were there.
         """
         collected = self._collect(together, are_final=True)
-        is_done = False
         try:
             self._commit(together, collected, self._histories if update else (), update)
-            is_done = True
-        finally:
-            if not is_done:
-                self.scaler.forget_check()
-                for gradients in together:
-                    gradients.clear()
+        except BaseException:
+            self.scaler.forget_check()
+            for gradients in together:
+                gradients.clear()
+            raise
 
     def _commit(
         self,
@@ -233,9 +237,13 @@ class Block:
         found_inf = scaler.found_inf if checked else None
         for gradients, new in zip(together, collected, strict=True):
             gradients.unscale(new, self.scale, found_inf if gradients in checked else None)
+        shared = [history for history in histories if history.recipe.reduce_amax]
         groups = [group for each in together for group in each.groups.process_groups]
-        if groups or histories or scaler.process_groups:
-            _agree(together, scaler, found_inf, histories)
+        if groups or shared or scaler.process_groups:  # ranks agree on overflows, and on amaxes
+            of_histories = [group for history in shared for group in history.groups()]
+            tensors = [history.seen for history in shared]
+            tensors = tensors if found_inf is None else [found_inf, *tensors]
+            reduce_largest(tensors, scaler.groups_with([*groups, *of_histories]))
         for history in histories:
             history.end(in_block=True)
         deferred = filter(None, [each.deferral.deferred for each in together])
@@ -267,41 +275,3 @@ class _ToEnter(_GeneratorContextManager[Tensor]):
             f"amp.scale_loss(...) was used without `with`, and has no attribute '{name}'. Write `with "
             "amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
         )
-
-
-def _agree(
-    together: Sequence[Gradients],
-    scaler: LossScaler,
-    found_inf: Tensor | None,
-    histories: Sequence[AmaxHistory],
-) -> None:
-    """Let ranks agree on an overflow, and on the magnitudes that FP8 layers have seen."""
-    shared = [history for history in histories if history.recipe.reduce_amax]
-    found = [] if found_inf is None else [found_inf]
-    tensors = [*found, *(each.seen for each in shared)]
-    if tensors:
-        of_gradients = [each.groups.process_groups for each in together]
-        of_histories = [history.groups() for history in shared]
-        groups = scaler.groups_with(chain.from_iterable([*of_gradients, *of_histories]))
-        reduce_largest(tensors, groups)
-
-
-def _check_reduced(gradients: Gradients, scaler: LossScaler) -> None:
-    """Raise if gradients that no backward has reduced yet would be unscaled for a block of `scaler`."""
-    delayed = gradients.delayed
-    if delayed is not None and not gradients.were_reduced and not delayed.scale.is_current(scaler):
-        raise AmpRuntimeError(
-            "the gradients of the last block are not reduced over the ranks, for its backward was one "
-            "of no_sync() or set_requires_gradient_sync(False), and this block has another loss scale. "
-            "They cannot be unscaled before they are reduced. Accumulate losses of one loss_id, and "
-            "leave the scale alone meanwhile"
-        )
-
-
-def _finish_other_scale(gradients: Gradients, scaler: LossScaler) -> bool:
-    """Finish the delayed block of an optimizer if its scale is not the one that `scaler` has now."""
-    delayed = gradients.delayed
-    if delayed is None or delayed.scale.is_current(scaler):
-        return False
-    delayed.finish()
-    return True
