@@ -48,8 +48,8 @@ import enum
 import functools
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import chain, compress, repeat
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain, repeat
 from operator import is_, is_not
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -187,7 +187,7 @@ class Gradients:
         self._has_looked = False
         """Whether a forward has looked at the masters since the last step."""
         self.open_block: Block | None = None
-        self._aside: list[tuple[Tensor, Tensor]] = []
+        self._aside: dict[Tensor, Tensor] = {}
 
     @property
     def state(self) -> State:
@@ -219,7 +219,7 @@ class Gradients:
             return groups
         if not HAS_GRAD_DTYPE:
             self._take_grads_of_models(event)
-        elif self.are_hidden and event != "forward" and not (self.open_block or self.delayed):
+        elif self.are_hidden and event != "forward":
             self.show()
         if not pairs.are_plain and event != "forward":
             place_gradients(pairs.models)
@@ -268,13 +268,9 @@ class Gradients:
             self.were_stepped = False
             store_grads([pair.master for pair in pairs.pairs if not pair.is_shared])
             self.deferral.forget()
-        if event == "forward" or in_block or self.delayed is not None:
+        if event == "forward" or in_block or self.delayed is not None or not have_grads(pairs.models):
             return
-        both = zip(pairs.models, pairs.masters, strict=True)
-        there = [model.grad is not None and model.grad is not master.grad for model, master in both]
-        if not any(there):
-            return
-        held = compress(pairs.masters, there)
+        held = [pair.master for pair in pairs.pairs if pair.parameter.grad is not None]
         master = next((each for each in held if each.grad is not None), None)
         if master is not None and not self.are_hidden:
             raise AmpRuntimeError(
@@ -285,13 +281,12 @@ class Gradients:
                 "backward in an amp.scale_loss block"
             )
         self.deferral.unscale(pairs)
-        unscaling.add_to_masters(pairs.only(there))
+        unscaling.add_to_masters(pairs)
 
     def hide(self) -> bool:
         """Leave the gradients to the masters alone; return whether both had them."""
-        if not (HAS_GRAD_DTYPE and self.groups.masters) or self.are_hidden:
-            return False
-        if self.open_block is not None or self.delayed is not None:
+        is_shown = self.state in (State.SETTLED, State.DEFERRED) and not self.are_hidden
+        if not (HAS_GRAD_DTYPE and is_shown and self.groups.masters):
             return False
         pairs = self.groups.pairs
         pairs.follow_grads()
@@ -303,7 +298,7 @@ class Gradients:
 
     def show(self) -> None:
         """Undo `hide`, and add what a backward has made meanwhile."""
-        if self.open_block is not None or self.delayed is not None or not self.are_hidden:
+        if self.state in (State.OPEN, State.DELAYED) or not self.are_hidden:
             return
         pairs = self.groups.pairs
         if have_grads(pairs.models):
@@ -328,15 +323,18 @@ class Gradients:
 
     def enter(self, block: Block) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
-        aside = []
-        if self.delayed is None and (self.groups.masters or not block.scaler.config.is_identity):
+        if self.delayed is not None:
+            self.open_block = block
+            return
+        aside = {}
+        if self.groups.masters or not block.scaler.config.is_identity:
             there = [(p, grad) for p in self.groups.unmastered if (grad := p.grad) is not None]
-            aside = [(p, grad.clone() if grad._is_view() else grad) for p, grad in there]
+            aside = {p: grad.clone() if grad._is_view() else grad for p, grad in there}
         # From here on the block can be left, so an interrupt finds it open or not entered.
-        self._aside, self.open_block = [*self._aside, *aside], block
-        for parameter, _ in aside:
+        self._aside, self.open_block = aside, block
+        for parameter in aside:
             parameter.grad = None
-        if self.delayed is None and self.groups.masters:
+        if self.groups.masters:
             self.are_hidden = True
             self.groups.pairs.hide()
 
@@ -349,19 +347,16 @@ class Gradients:
         """
         if self.open_block is not block:
             return
-        if self.delayed is None:
-            if self.groups.masters or not block.scaler.config.is_identity:
-                for parameter in self.groups.unmastered:
-                    parameter.grad = None
-                self._synchronization.drop_unreduced(self.groups.of_model)
-                for parameter, total in self._aside:
-                    parameter.grad = total
-            store_grads(self.groups.models)
-            self._show()
-        aside = self._aside if self.delayed is not None else []
-        vars(self).update(
-            {"_aside": aside, "open_block": None}
-        )  # by one call, which no interrupt divides
+        if self.delayed is not None:
+            self.open_block = None
+            return
+        if self.groups.masters or not block.scaler.config.is_identity:
+            store_grads(self.groups.unmastered)
+            self._synchronization.drop_unreduced(self.groups.of_model)
+            store_grads(self._aside.keys(), self._aside.values())
+        store_grads(self.groups.models)
+        self._show()
+        vars(self).update(_aside={}, open_block=None)  # by one call, which no interrupt divides
 
     def are_reduced(self) -> bool:
         """Whether the last backward has reduced all gradients over the ranks."""
@@ -425,24 +420,19 @@ class Gradients:
         elif self.deferral.deferred is not None:
             self.deferral.unscale(self.groups.pairs)
         if not is_one:
-            totals = dict(self._aside)
-            new.unscale(totals, scale.inv_scale, found_inf, of_masters, of_own)
-            for parameter in totals.keys() - set(new.own.parameters):
-                unscaling.add_grad(parameter, totals[parameter])
-            self._aside = []
-            return
-        if new.of_masters.grads and not new.will_be_deferred:
+            new.unscale(self._aside, scale.inv_scale, found_inf, of_masters, of_own)
+        elif new.of_masters.grads and not new.will_be_deferred:
             unscaling.add_to_masters(new.pairs)
         if self._aside:
             self._add_aside()
 
     def _add_aside(self) -> None:
-        """Add new gradients at a scale of 1 to those that were set aside. No host sync."""
-        for parameter, total in self._aside:
+        """Add new gradients, which are unscaled, to those that were set aside. No host sync."""
+        for parameter, total in self._aside.items():
             new, parameter.grad = parameter.grad, total
             if new is not None:
                 unscaling.add_grad(parameter, new)
-        self._aside = []
+        self._aside = {}
 
     def leave(self, verdict: Verdict | None, is_alone: bool) -> None:
         """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or DEFERRED.
@@ -493,10 +483,7 @@ class Gradients:
 
         Ranks ask together: they know of the same overflows, and clear gradients at the same time.
         """
-        of_masters = grads_of(self.groups.masters)
-        if self.deferral.deferred is not None:
-            of_masters = list(self.deferral.newest)
-        grads = [local(x) for x in (*of_masters, *grads_of(self.groups.unmastered)) if x is not None]
+        grads = [local(grad) for _, grad in self.of_model()]
         one, is_bad = torch.ones_like(verdict.found_inf), torch.zeros_like(verdict.found_inf)
         if grads:
             kernels.unscale.check(unscaling.without_complex(grads), one, is_bad)
@@ -537,16 +524,14 @@ class Gradients:
         pairs.follow_requires_grad()
         self.deferral.unscale(pairs)
 
-    def of_model(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the model's parameters that have a gradient for the step, with it, scaled or not."""
-        deferred, pairs = self.deferral.deferred, self.groups.pairs
-        if deferred is not None:
-            yield from zip(deferred.of.models, deferred.grads, strict=True)
-        of_masters = zip(pairs.models, grads_of(pairs.masters), strict=True)
-        own = [(parameter, parameter.grad) for parameter in self.groups.unmastered]
-        for parameter, grad in (*own, *(of_masters if deferred is None else ())):
-            if grad is not None:
-                yield parameter, grad
+    def of_model(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the model's parameters that have a gradient for the step, with it, scaled or not."""
+        kept, groups = self.deferral.deferred, self.groups
+        models = groups.models if kept is None else kept.of.models
+        grads = grads_of(groups.masters) if kept is None else self.deferral.newest
+        of_models = zip(models, grads, strict=True)
+        own = zip(groups.unmastered, grads_of(groups.unmastered), strict=True)
+        return [(each, grad) for each, grad in (*of_models, *own) if grad is not None]
 
     def end_step(self, verdicts: Sequence[Verdict] = ()) -> None:
         """Note that a step has used the masters' gradients. Idempotent.
@@ -584,7 +569,7 @@ class Gradients:
             return self._drop()
         pairs = self.groups.pairs
         self.deferral.unscale(pairs)
-        for parameter, total in self._aside:
+        for parameter, total in self._aside.items():
             if parameter.grad is None:
                 parameter.grad = total
         for grad in grads_of(pairs.models):
@@ -612,7 +597,7 @@ class Gradients:
         self.were_stepped = False
         if self.deferral.is_possible:
             self.deferral.forget()
-        self.delayed, self._aside = None, []
+        self.delayed, self._aside = None, {}
         if self.verdicts.found:
             self.verdicts.clear()
         if self._synchronization.wrappers:

@@ -17,7 +17,7 @@ Masters become 16-bit weights, and take over what was written to these, in `amp.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain, compress
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -138,7 +138,7 @@ class NewGradients(NamedTuple):
 
     def unscale(
         self,
-        totals: Mapping[Tensor, Tensor],
+        totals: dict[Tensor, Tensor],
         inv_scale: Tensor,
         found_inf: Tensor | None,
         of_masters: BadSteps | None,
@@ -149,7 +149,8 @@ class NewGradients(NamedTuple):
         Gradients that will be deferred are left alone. Others of masters go to the masters' `.grad`.
 
         Args:
-            totals: unscaled gradients of earlier blocks, of parameters without a master.
+            totals: unscaled gradients of earlier blocks, of parameters without a master. Those that are
+                added are removed.
             inv_scale: float32 `[1]`, what to multiply by.
             found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
             of_masters: where to log which gradients of masters are bad, unless some become sums and
@@ -165,7 +166,7 @@ class NewGradients(NamedTuple):
                 kernels.unscale.unscale(own.grads, own.grads, inv_scale, found_inf, bad_steps=of_own)
         else:
             of_masters = None
-            moves += [Move(p, p, p.grad, totals.get(p)) for p in own.parameters]
+            moves += [Move(p, p, p.grad, totals.pop(p, None)) for p in own.parameters]
         if self.have_graphs:
             _unscale_in_graph(moves, inv_scale, found_inf)
         elif moves:
