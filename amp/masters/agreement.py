@@ -297,11 +297,6 @@ class Pairs:
         for pair in self.pairs:
             pair.grad = None
 
-    def without(self, others: Pairs) -> Pairs:
-        """Return the pairs that are not among others."""
-        known = set(map(id, others.pairs))
-        return Pairs([pair for pair in self.pairs if id(pair) not in known], self._called)
-
     def only(self, chosen: Sequence[bool]) -> Pairs:
         """Return the chosen pairs alone; for the same ones, the same object again."""
         if all(chosen):

@@ -31,7 +31,6 @@ from amp.training.gradients import Gradients, Groups
 from amp.training.misuse import Misuse
 from amp.training.parameter_check import ParameterCheck
 from amp.training.step import OptimizerStep, forget_inputs
-from amp.training.verdicts import Capabilities
 from amp.training.wrapped_optimizers import chain_of, inherits, innermost, own_methods
 from amp.undo import Contents
 
@@ -51,7 +50,6 @@ class AttachedOptimizer:
         owner: the session.
         masters: those of the session.
         check: knows the model's parameters by name.
-        capabilities: what the optimizer declares.
         gradients: its gradients, and the pairs of its parameters and masters.
         is_wrapped: whether another optimizer holds this one.
         step: replaces the optimizer's own `step`.
@@ -72,12 +70,9 @@ class AttachedOptimizer:
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
         self.check = ParameterCheck(optimizer, owner.named_parameters)
-        self.capabilities = Capabilities(optimizer)
         self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
-        self.gradients = Gradients(
-            optimizer, self.masters, self.check, self.capabilities, owner.synchronization
-        )
-        self.may_be_plain = owner.is_plain and not self.capabilities.needs_inputs
+        self.gradients = Gradients(optimizer, self.masters, self.check, owner.synchronization)
+        self.may_be_plain = owner.is_plain and not self.gradients.capabilities.needs_inputs
         self.step = OptimizerStep(self)
         self.misuse: Misuse | None = Misuse(self)
 
@@ -180,11 +175,9 @@ class AttachedOptimizer:
             self.gradients.clear()
         self._patches.undo()
         forget_inputs(self.optimizer)
-        for group in self.optimizer.param_groups:
-            for master in group["params"]:
-                parameter = self.masters.model(master)
-                if parameter is not None:
-                    self._released[master] = parameter
+        stepped = [each for group in self.optimizer.param_groups for each in group["params"]]
+        models = [(each, self.masters.model(each)) for each in stepped]
+        self._released |= {master: model for master, model in models if model is not None}
         self._give_state_back()
         self._rekey_state(self._released)
         for group in self.optimizer.param_groups:

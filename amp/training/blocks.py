@@ -85,8 +85,7 @@ class Block:
             raise AmpRuntimeError(_INSIDE_ANOTHER)
         try:
             for each in attached:
-                if not each.gradients.groups.are_current(each.optimizer):
-                    each.gradients.reconcile("block")
+                each.gradients.regroup()
                 each.gradients.open_block = self
             yield loss.float() if loss.dtype in LOW_PRECISION else loss
             if watch is not None:
@@ -218,7 +217,7 @@ class Block:
         """
         collected = self._collect(together, are_final=True)
         try:
-            self._commit(together, collected, self._histories if update else (), update)
+            self._commit(together, collected, update)
         except BaseException:
             self.scaler.forget_check()
             for gradients in together:
@@ -226,13 +225,9 @@ class Block:
             raise
 
     def _commit(
-        self,
-        together: Sequence[Gradients],
-        collected: Sequence[NewGradients],
-        histories: Sequence[AmaxHistory],
-        update: bool,
+        self, together: Sequence[Gradients], collected: Sequence[NewGradients], update: bool
     ) -> None:
-        scaler = self.scaler
+        scaler, histories = self.scaler, self._histories if update else ()
         checked = [each for each in together if scaler.checks(each.capabilities.skips_on_device)]
         found_inf = scaler.found_inf if checked else None
         for gradients, new in zip(together, collected, strict=True):

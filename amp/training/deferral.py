@@ -17,10 +17,10 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from amp.casting.regions import ThreadState
-from amp.distributed import is_sharded, shard_like
+from amp.distributed import shard_like
 from amp.errors import AmpTypeError
 from amp.kernels.interrupts import outside_inference_mode, without_grad
-from amp.kernels.tensor_lists import Kind, TensorList, are_same, local
+from amp.kernels.tensor_lists import TensorList, are_same, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
 from amp.masters.grads import grads_of, have_grads, store_grads
@@ -51,16 +51,12 @@ class Deferred(NamedTuple):
     inv_scale: Tensor | None = None
     norms: Norms | None = None
 
-    def now(self) -> Deferred:
-        """Return the same with the current address of each tensor."""
-        return self._replace(of=self.of.now(), grads=self.grads.now())
-
 
 class Unscaling:
     """Scaled gradients, and the unscaled ones from the first use on.
 
     Attributes:
-        is_done: whether something has used the unscaled gradients, and maybe changed them.
+        used: the unscaled ones, once something has used them, and maybe changed them; until then none.
     """
 
     def __init__(self) -> None:
@@ -69,8 +65,7 @@ class Unscaling:
     def begin(self, grads: TensorList, inv_scale: Tensor | None = None) -> None:
         """Go on with other gradients: dense ones, to be multiplied by float32 `[1]`; None is 1."""
         self._grads, self._inv_scale = grads, inv_scale
-        self._values: Sequence[Tensor] = ()
-        self.is_done = False
+        self.used: Sequence[Tensor] = ()
 
     @property
     def values(self) -> Sequence[Tensor]:
@@ -78,15 +73,14 @@ class Unscaling:
 
         From the first use on they are the gradients, and may be changed in place.
         """
-        if self._grads and not self.is_done:
+        if self._grads and not self.used:
             ThreadState().around(self._unscale)
-        return self._values
+        return self.used
 
     @without_grad
     def _unscale(self) -> None:
         with outside_inference_mode():
-            self._values = unscaling.unscaled(self._grads.now(), self._inv_scale)
-        self.is_done = True
+            self.used = unscaling.unscaled(self._grads.now(), self._inv_scale)
 
 
 class DeferredGradient(Tensor):
@@ -154,15 +148,6 @@ for _name in (  # those that are no operations
     setattr(DeferredGradient, _name, _of_values(_name))
 
 
-def _sharded(grad: DeferredGradient, master: Tensor) -> Tensor:
-    """Return a deferred gradient as a DTensor, if the master is one."""
-    if not is_sharded(master):
-        return grad
-    from torch.distributed.tensor import DTensor
-
-    return DTensor(grad, master._spec, requires_grad=False)  # type: ignore[attr-defined, no-untyped-call]
-
-
 class Deferral:
     """The deferred gradients of one optimizer, and the tensors that stand for them in `.grad`.
 
@@ -171,28 +156,25 @@ class Deferral:
 
     Args:
         optimizer: which steps from them.
-        is_possible: whether it takes scaled gradients.
 
     Attributes:
-        is_possible: as it was passed.
         deferred: the gradients that are kept for the step, or None.
     """
 
-    def __init__(self, optimizer: Any, is_possible: bool) -> None:
-        self._optimizer, self.is_possible = optimizer, is_possible
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
         self.deferred: Deferred | None = None
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._unscaling, self._shown = Unscaling(), list[Tensor]()
         """For each gradient a `DeferredGradient`, or a DTensor of one."""
-        self._shown_for: tuple[Pairs, Kind] | None = None
-        """The pairs and the kind of gradients that they were made for."""
+        self._shown_for: tuple[Any, ...] = ()
+        """The pairs, and the sizes and orders of the gradients, that they were made for."""
         self._references = self._count_references()
-        self._is_free = True
 
     def takes(self, new: NewGradients, pairs: Pairs) -> bool:
-        """Whether the gradients of a block may stay as they are until the step, if that is possible."""
+        """Whether the gradients of a block may stay as they are until the step."""
         if not new.of_masters.are_dense or new.have_graphs:
             return False
         if any([len(pair.users) > 1 for pair in pairs.pairs]):  # noqa: C419 (is faster)
@@ -200,7 +182,7 @@ class Deferral:
         if self.deferred is None:
             return not have_grads(pairs.masters)
         is_sum = not new.of_masters.grads or self.deferred.of is new.pairs
-        return is_sum and not self._unscaling.is_done
+        return is_sum and not self._unscaling.used
 
     def defer(
         self,
@@ -217,12 +199,15 @@ class Deferral:
         if not grads:
             return
         if self.deferred is not None:
-            earlier = self.deferred.grads.now(), self.deferred.inv_scale
-            grads = unscaling.sums(grads, inv_scale, *earlier, found_inf, bad_steps)
-            inv_scale = None
+            earlier, of_earlier = self.deferred.grads.now(), self.deferred.inv_scale
+            a, b = [1.0 if inverse is None else inverse for inverse in (inv_scale, of_earlier)]
+            made = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+            sums, inv_scale = TensorList(made, like=grads, dtype=torch.float32), None
+            kernels.axpby.axpby(a, grads, b, earlier, sums, found_inf, bad_steps=bad_steps)
+            grads = sums
             store_grads(of.masters)  # what is shown may be used again if nothing refers to it
-            for pair in of.pairs:
-                pair.grad = None
+            of.forget_grads()
+            self.forget()
         else:
             # Norms of shards are those of one rank; the step combines all ranks.
             max_norm = getattr(self._optimizer, "max_grad_norm", None) if of.are_plain else None
@@ -243,72 +228,62 @@ class Deferral:
     def _show(self, deferred: Deferred) -> None:
         """Let tensors stand for gradients in the `.grad` of their masters."""
         of, grads = deferred.of, deferred.grads
-        before, kind = self._shown_for, grads.kind
-        is_alike = (
-            before is not None
-            and before[0] is of
-            and (before[1].sizes, before[1].orders) == (kind.sizes, kind.orders)
-        )
-        if not is_alike or not (self._is_free or self._count_references() == self._references):
+        shown_for = of, grads.kind.sizes, grads.kind.orders
+        if self._shown_for != shown_for:
             self._begin_anew()
-            self._shown_for = of, kind
+            self._shown_for = shown_for
             self._shown = [
-                _sharded(DeferredGradient(grad, self._unscaling, i), master)
+                shard_like(DeferredGradient(grad, self._unscaling, i), master)
                 for i, (grad, master) in enumerate(zip(grads, of.masters, strict=True))
             ]
             self._references = self._count_references()
-        self._is_free = False
         self._unscaling.begin(grads, deferred.inv_scale)
         store_grads(of.masters, self._shown)
         self.deferred = deferred
 
-    def _count_references(self) -> list[list[int]]:
-        is_sharded = self._shown_for is not None and not self._shown_for[0].are_plain
-        inner = list(map(local, self._shown)) if is_sharded else self._shown
-        count: Any = Tensor._use_count  # type: ignore[attr-defined]  # references in C++
-        return [
-            list(map(each, tensors))
-            for tensors in (self._shown, inner)
-            for each in (sys.getrefcount, count)
-        ]
+    def _count_references(self) -> tuple[list[int], list[int]]:
+        """Return how often Python and C++ refer to each tensor that is shown, and to its shard."""
+        tensors, count = self._shown, torch.Tensor._use_count  # type: ignore[attr-defined]
+        if tensors and not self._shown_for[0].are_plain:
+            tensors = [*tensors, *map(local, tensors)]
+        return list(map(sys.getrefcount, tensors)), list(map(count, tensors))
 
     @property
     def newest(self) -> Sequence[Tensor]:
         """The gradients that are kept, unscaled ones if other code may have changed these."""
         kept = () if self.deferred is None else self.deferred.grads
-        return self._unscaling.values if self._unscaling.is_done else kept
+        return self._unscaling.used or kept
 
-    def is_complete(self, pairs: Pairs) -> bool:
-        """Whether no other code has given any of these pairs another gradient, or none."""
-        if self.deferred is None:
-            return False
-        known = [pair.grad for pair in self.deferred.of.pairs]
-        count = sum([pair.grad is not None for pair in pairs.pairs])
-        return count == len(known) and are_same(known, self._shown)
+    def unscale_if_changed(self, pairs: Pairs) -> None:
+        """Unscale if other code has given one of these pairs another gradient, or none."""
+        if self.deferred is not None:
+            known = [pair.grad for pair in self.deferred.of.pairs]
+            count = sum([pair.grad is not None for pair in pairs.pairs])
+            if count != len(known) or not are_same(known, self._shown):
+                self.unscale(pairs)
 
     def unscale(self, pairs: Pairs) -> None:
         """Put unscaled gradients in the place of deferred ones. No host sync."""
         if self.deferred is None:
             return
-        both, shown = (*pairs.masters, *pairs.models), set(map(id, self._shown))
-        if shown.isdisjoint(map(id, grads_of(both))):
-            self.forget()
-            return
-        values = map(shard_like, self._unscaling.values, self.deferred.of.masters)
-        unscaled = dict(zip(map(id, self._shown), values, strict=True))
-        for holder in (*both, *pairs.pairs):
-            if (grad := unscaled.get(id(holder.grad))) is not None:
-                holder.grad = grad
-        self.deferred = None
+        both, shown = (*pairs.masters, *pairs.models), list(map(id, self._shown))
+        if not set(shown).isdisjoint(map(id, grads_of(both))):
+            values = map(shard_like, self._unscaling.values, self.deferred.of.masters)
+            unscaled = dict(zip(shown, values, strict=True))
+            for holder in (*both, *pairs.pairs):
+                if (grad := unscaled.get(id(holder.grad))) is not None:
+                    holder.grad = grad
+        self.forget()
 
     def for_step(self, pairs: Pairs) -> Deferred:
-        """Return the gradients for an optimizer that unscales them itself.
+        """Return the gradients for an optimizer that unscales them itself, with current addresses.
 
         Raises:
             AmpTypeError: a gradient is sparse.
         """
-        if self.deferred is not None and not self._unscaling.is_done:
-            return self.deferred
+        kept = self.deferred
+        if kept is not None and not self._unscaling.used:
+            return kept._replace(of=kept.of.now(), grads=kept.grads.now())
         self.unscale(pairs)
         of = pairs.only([grad is not None for grad in grads_of(pairs.masters)])
         grads = [local(master.grad) for master in of.masters]
@@ -319,13 +294,12 @@ class Deferral:
                     f"({grad.layout}); {type(self._optimizer).__name__} takes dense ones. Leave out "
                     "sparse=True, or give the parameter to another optimizer"
                 )
-        return Deferred(of, TensorList(grads))
+        return Deferred(of.now(), TensorList(grads))
 
-    def forget(self, for_ever: bool = False) -> None:
+    def forget(self) -> None:
         """Forget the gradients, and free those that nothing refers to."""
-        self.deferred = None
-        self._is_free = self._count_references() == self._references
-        if self._is_free:
+        if self._count_references() == self._references:
             self._unscaling.begin(_NONE)
-        if for_ever or not self._is_free:
+        else:
             self._begin_anew()
+        self.deferred = None  # last: while it is there, this is done again

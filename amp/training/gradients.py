@@ -91,8 +91,8 @@ class Groups:
         called: returns how to call a parameter in a message.
 
     Attributes:
+        in_groups: the parameters of each group.
         dtypes: of `unmastered`.
-        have_replaced: whether a parameter has taken the place of its master.
         stepped: all of them: masters, and parameters without a master.
         pairs: the pairs of the masters.
         masters, models: the two sides of the pairs.
@@ -109,16 +109,14 @@ class Groups:
         masters: MasterWeights,
         called: Callable[[Tensor], str],
     ) -> None:
-        self._in_groups = list(map(list, in_groups))
+        self.in_groups = list(map(list, in_groups))
         self.stepped = list(dict.fromkeys(chain.from_iterable(in_groups)))
-        found = [masters.pair(each) for each in self.stepped]
-        both = list(zip(self.stepped, found, strict=True))
+        both = [(each, masters.pair(each)) for each in self.stepped]
         held = [pair for each, pair in both if pair is not None and pair.master is each]
         self.pairs = Pairs(held, called)
         self.masters, self.models = self.pairs.masters, self.pairs.models
         self.unmastered = [each for each, pair in both if pair is None or pair.master is not each]
         self.of_model = [*self.models, *self.unmastered]
-        self.have_replaced = any(pair is not None and pair.parameter is each for each, pair in both)
         self.dtypes = list(map(_dtype, self.unmastered))
         self.process_groups = groups_of_meshes(self.stepped)
         self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
@@ -133,15 +131,6 @@ class Groups:
     def have_grads(self) -> bool:
         """Whether there is a gradient for a step."""
         return any(map(is_not, map(_grad, self.stepped), repeat(None)))
-
-    def are_current(self, optimizer: Any) -> bool:
-        """Whether the groups of the optimizer still hold these, uncast."""
-        now, known = [group["params"] for group in optimizer.param_groups], self._in_groups
-        return (
-            list(map(len, now)) == list(map(len, known))
-            and all(map(is_, chain.from_iterable(now), chain.from_iterable(known)))
-            and list(map(_dtype, self.unmastered)) == self.dtypes
-        )
 
 
 class State(enum.Enum):
@@ -165,7 +154,6 @@ class Gradients:
         delayed: the block that left its gradients scaled, or None.
         were_reduced: whether delayed gradients were reduced over the ranks.
         were_stepped: whether a step has used the gradients, and no block was entered since.
-        are_hidden: whether masters alone have their gradients, so that a backward may make new ones.
     """
 
     def __init__(
@@ -173,17 +161,18 @@ class Gradients:
         optimizer: Any,
         masters: MasterWeights,
         check: ParameterCheck,
-        capabilities: Capabilities,
         synchronization: Synchronization,
     ) -> None:
         self._optimizer, self._masters, self._check = optimizer, masters, check
-        self.capabilities, self._synchronization = capabilities, synchronization
+        self.capabilities, self._synchronization = Capabilities(optimizer), synchronization
         self.groups = Groups((), masters, check.called)
-        self.deferral = Deferral(optimizer, capabilities.takes_scaled)
+        self.deferral = Deferral(optimizer)
         self.verdicts = Verdicts()
         self.delayed: Block | None = None
         self.were_reduced = True
-        self.were_stepped = self.are_hidden = False
+        self.were_stepped = False
+        self._are_hidden = False
+        """Whether masters alone have their gradients, so that a backward may make new ones."""
         self._has_looked = False
         """Whether a forward has looked at the masters since the last step."""
         self.open_block: Block | None = None
@@ -211,41 +200,46 @@ class Gradients:
         Raises:
             AmpRuntimeError: other code has done what cannot be followed: see `amp.masters.agreement`.
         """
-        groups = self.groups
-        if event != "forward" and not groups.are_current(self._optimizer):
-            groups = self._regroup()
+        groups = self.groups if event == "forward" else self.regroup()
         pairs = groups.pairs
         if not pairs.pairs:
             return groups
         if not HAS_GRAD_DTYPE:
             self._take_grads_of_models(event)
-        elif self.are_hidden and event != "forward":
+        elif self._are_hidden and event != "forward":
             self.show()
         if not pairs.are_plain and event != "forward":
             place_gradients(pairs.models)
-        found = pairs.differences(HAS_GRAD_DTYPE and not self.are_hidden)
+        found = pairs.differences(HAS_GRAD_DTYPE and not self._are_hidden)
         if found:
             if event == "block" and not self._has_looked and pairs.were_written():
                 self._check.forward_has_missed_masters()
             pairs.resolve(found)
-            if not (self.are_hidden or self.deferral.is_complete(pairs)):
-                self.deferral.unscale(pairs)
+            if not self._are_hidden:
+                self.deferral.unscale_if_changed(pairs)
         self._has_looked = event == "forward" or (self._has_looked and event != "step")
         return groups
 
-    def _regroup(self) -> Groups:
-        """Unscale deferred gradients, and go on with what the groups hold now.
+    def regroup(self) -> Groups:
+        """Return what the groups hold now; if that is new, unscale deferred gradients first.
 
         Raises:
             AmpRuntimeError: a parameter has taken the place of its master, or was cast after
                 `initialize`.
         """
         known, optimizer, called = self.groups, self._optimizer, self._check.called
+        now, before = [group["params"] for group in optimizer.param_groups], known.in_groups
+        if (
+            list(map(len, now)) == list(map(len, before))
+            and all(map(is_, chain.from_iterable(now), chain.from_iterable(before)))
+            and list(map(_dtype, known.unmastered)) == known.dtypes
+        ):
+            return known
         for parameter, dtype in zip(known.unmastered, known.dtypes, strict=True):
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(cast_text(called, parameter, dtype))
-        groups = Groups([group["params"] for group in optimizer.param_groups], self._masters, called)
-        if groups.have_replaced:
+        groups = Groups(now, self._masters, called)
+        if any(self._masters.master(parameter) is not None for parameter in groups.unmastered):
             raise AmpRuntimeError(
                 f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters of the "
                 "model, which have FP32 masters: they were assigned after amp.initialize. Assign what "
@@ -272,7 +266,7 @@ class Gradients:
             return
         held = [pair.master for pair in pairs.pairs if pair.parameter.grad is not None]
         master = next((each for each in held if each.grad is not None), None)
-        if master is not None and not self.are_hidden:
+        if master is not None and not self._are_hidden:
             raise AmpRuntimeError(
                 f"a 16-bit parameter of shape {tuple(master.shape)} was given a gradient, or has one "
                 "of a backward outside of amp.scale_loss, and its FP32 master has one already. Before "
@@ -285,20 +279,19 @@ class Gradients:
 
     def hide(self) -> bool:
         """Leave the gradients to the masters alone; return whether both had them."""
-        is_shown = self.state in (State.SETTLED, State.DEFERRED) and not self.are_hidden
+        is_shown = self.state in (State.SETTLED, State.DEFERRED) and not self._are_hidden
         if not (HAS_GRAD_DTYPE and is_shown and self.groups.masters):
             return False
         pairs = self.groups.pairs
         pairs.follow_grads()
-        if not self.deferral.is_complete(pairs):
-            self.deferral.unscale(pairs)
-        self.are_hidden = True
+        self.deferral.unscale_if_changed(pairs)
+        self._are_hidden = True
         pairs.hide()
         return True
 
     def show(self) -> None:
         """Undo `hide`, and add what a backward has made meanwhile."""
-        if self.state in (State.OPEN, State.DELAYED) or not self.are_hidden:
+        if self.state in (State.OPEN, State.DELAYED) or not self._are_hidden:
             return
         pairs = self.groups.pairs
         if have_grads(pairs.models):
@@ -308,7 +301,7 @@ class Gradients:
 
     def _show(self) -> None:
         self.groups.pairs.show()
-        self.are_hidden = False  # last: while it is set, `show` may go on after an interrupt
+        self._are_hidden = False  # last: while it is set, `show` may go on after an interrupt
 
     # A block.
 
@@ -335,7 +328,7 @@ class Gradients:
         for parameter in aside:
             parameter.grad = None
         if self.groups.masters:
-            self.are_hidden = True
+            self._are_hidden = True
             self.groups.pairs.hide()
 
     def abort(self, block: Block) -> None:
@@ -366,7 +359,7 @@ class Gradients:
     def delay(self, block: Block) -> Change:
         """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
         delayed = {"delayed": self.delayed or block, "were_reduced": self.are_reduced()}
-        return functools.partial(vars(self).update, open_block=None, are_hidden=True, **delayed)
+        return functools.partial(vars(self).update, open_block=None, _are_hidden=True, **delayed)
 
     def collect(self, scale: ScaleSnapshot, claimed: Collection[int], are_final: bool) -> NewGradients:
         """Return the gradients that a block has made.
@@ -381,13 +374,11 @@ class Gradients:
             AmpTypeError: a gradient's dtype cannot be unscaled.
             AmpRuntimeError: the model was moved or cast.
         """
-        groups = self.groups
-        if not groups.are_current(self._optimizer):
-            groups = self._regroup()
+        groups = self.regroup()
         if are_final and not groups.are_plain:
             place_gradients(groups.of_model)
         new = NewGradients.of(groups, claimed)
-        if self.deferral.is_possible:
+        if self.capabilities.takes_scaled:
             new = new._replace(will_be_deferred=self.deferral.takes(new, groups.pairs))
         if not scale.scaler.config.is_identity:
             new.check(self._check)
@@ -441,7 +432,7 @@ class Gradients:
             verdict: what the check found, if there was one.
             is_alone: whether the block is of no other optimizer.
         """
-        if self.are_hidden:
+        if self._are_hidden:
             self._show()
             dynamo = sys.modules.get("torch._dynamo.callback")
             if dynamo is not None and begin_compiling not in dynamo.callback_handler.start_callbacks:
@@ -533,7 +524,7 @@ class Gradients:
         own = zip(groups.unmastered, grads_of(groups.unmastered), strict=True)
         return [(each, grad) for each, grad in (*of_models, *own) if grad is not None]
 
-    def end_step(self, verdicts: Sequence[Verdict] = ()) -> None:
+    def end_step(self, verdicts: Sequence[Verdict]) -> None:
         """Note that a step has used the masters' gradients. Idempotent.
 
         They stay, as in torch; after a step in a backward they are dropped. Before torch 2.10 they stay
@@ -563,8 +554,7 @@ class Gradients:
             write_zeros: writes zeros to all gradients, whose result is returned; None removes those of
                 parameters and masters.
         """
-        if not self.groups.are_current(self._optimizer):
-            self._regroup()
+        self.regroup()
         if write_zeros is None:
             return self._drop()
         pairs = self.groups.pairs
@@ -595,7 +585,7 @@ class Gradients:
         for pair in pairs.pairs:
             pair.grad = None
         self.were_stepped = False
-        if self.deferral.is_possible:
+        if self.capabilities.takes_scaled:
             self.deferral.forget()
         self.delayed, self._aside = None, {}
         if self.verdicts.found:
@@ -607,11 +597,11 @@ class Gradients:
         """Drop all gradients, and leave a block. Idempotent."""
         store_grads(self.groups.unmastered)
         self._drop()
-        self.are_hidden = False
+        self._are_hidden = False
         self.open_block = None
 
     def let_go(self) -> None:
         """Forget the parameters: the optimizer leaves the session."""
         self.groups.pairs.forget_grads()
-        self.deferral.forget(for_ever=True)
+        self.deferral = Deferral(self._optimizer)
         self.groups = Groups((), self._masters, self._check.called)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,9 +36,9 @@ from amp.masters.master_weights import MasterWeights
 from amp.masters.shared_state import SharedState
 from amp.observers import everywhere
 from amp.training.deferral import Deferred
-from amp.training.gradients import Gradients, Groups
+from amp.training.gradients import Gradients
 from amp.training.step_inputs import StepInputs
-from amp.training.verdicts import SKIP, Capabilities, Verdict, decide, note_step
+from amp.training.verdicts import Verdict, decide, note_step
 from amp.training.wrapped_optimizers import innermost
 
 _CLOSURE_TRIES = 300
@@ -61,7 +61,6 @@ class OptimizerStep:
         self._optimizer = attached.optimizer
         self._gradients: Gradients = attached.gradients
         self._masters: MasterWeights = attached.masters
-        self._capabilities: Capabilities = attached.capabilities
         self.is_running = False
         self._is_to_end = False
         """Whether the step was taken or skipped, and the work after it is still to be done."""
@@ -95,8 +94,7 @@ class OptimizerStep:
             return False
         if getattr(self._optimizer, "state_dtype", None) is not None:
             return False  # its random bits go by the names of parameters, which a session tells it
-        groups: Groups = self._gradients.groups
-        return groups.have_grads() and groups.are_current(self._optimizer)
+        return self._gradients.regroup().have_grads()
 
     def _stepped(self, value: Any) -> Any:
         """Return the master in place of a parameter, which is given to a step in the backward."""
@@ -133,17 +131,15 @@ class OptimizerStep:
             self.verdicts = gradients.verdicts_for_step()
 
         def run() -> Any:
-            decision = decide(self.verdicts, self._capabilities)
-            if decision is SKIP:
+            result = None
+            is_skipped, found_inf = decide(self.verdicts, gradients.capabilities)
+            if is_skipped:
                 # A scheduler made before `initialize` would otherwise warn that it was stepped first.
                 self._optimizer._opt_called = self._is_to_end = True
-                result = None
+            elif gradients.capabilities.takes_scaled and not has_closure:
+                result = self._step_fused(step, found_inf)
             else:
-                found_inf = decision if isinstance(decision, Tensor) else None
-                if self._capabilities.takes_scaled and not has_closure:
-                    result = self._step_fused(step, found_inf)
-                else:
-                    result = self._step_unscaled(step, found_inf, has_closure)
+                result = self._step_unscaled(step, found_inf, has_closure)
             if has_closure:
                 attached.check.check_not_replaced()
                 if misuse is not None:
@@ -151,13 +147,16 @@ class OptimizerStep:
             elif misuse is not None:
                 misuse.step_has_ended(before)
             forget_casts()  # casts of old weights, if a forward is under way
-            self._tell_end()
+            if self.verdicts:
+                note_step(self.verdicts, gradients.of_model, attached.check.names_of)
+            for observer in (*everywhere, *attached.owner.observers):
+                observer.step_ends(attached)
             return result
 
         result = followed_by(run, self._end)
         if attached.owner.fp8 is not None:
             self._end_iteration()
-        self._learn(gradients.verdicts.found)  # last: it may warn, which may be an error
+        self._learn()  # last: it may warn, which may be an error
         return result
 
     def _step_fused(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
@@ -165,24 +164,23 @@ class OptimizerStep:
         gradients, pairs = self._gradients, self._gradients.groups.pairs
 
         def look_up() -> Deferred:
-            deferred = gradients.deferral.for_step(pairs).now()
-            if deferred.of is not pairs:
-                pairs.without(deferred.of).merge()
+            deferred = gradients.deferral.for_step(pairs)
+            if deferred.of is not pairs:  # the optimizer merges those alone
+                Pairs([pair for pair in pairs.pairs if pair.master.grad is None]).merge()
             return deferred
 
         masters, names_of = self._masters, self._attached().names_of
-        inputs = StepInputs(look_up, masters.low_halves, names_of, found_inf, masters.are_whole)
-        has_returned = False
+        inputs = StepInputs(look_up, names_of, found_inf, merges=masters.are_whole)
         try:
             self._optimizer.scaled_grads = inputs
             with disable_casts():
                 result = self._with_hooks(step, None, pairs.note_agreement)
-            has_returned = True
-        finally:
-            if has_returned or inputs.changes.are_made:  # a hook may raise after the step
+            self._is_to_end = True
+        except BaseException:
+            if inputs.changes.are_made:  # a hook may raise after the step
                 self._is_to_end = True
-                if not has_returned:
-                    pairs.write_changed()
+                pairs.write_changed()
+            raise
         return result
 
     def _step_unscaled(
@@ -226,7 +224,7 @@ class OptimizerStep:
             merge: lets masters take what was written to the model, after the last hook before the step.
             write: writes masters to the model, before the first hook after the step.
         """
-        optimizer, handles, is_written = self._optimizer, [], False
+        optimizer, handles = self._optimizer, []
         of_all = [x for x in _global_optimizer_pre_hooks.values() if x is not unattached]
 
         def before(*_: object) -> None:
@@ -235,9 +233,9 @@ class OptimizerStep:
                 merge()
 
         def after(*_: object) -> None:
-            nonlocal is_written
+            nonlocal write
             write()
-            is_written = True
+            write = self._gradients.groups.pairs.write_changed  # later hooks may change masters too
 
         has_hooks = hasattr(optimizer, "register_step_pre_hook")  # else torch calls none, of any kind
         if has_hooks and (getattr(optimizer, "_optimizer_step_pre_hooks", None) or of_all):
@@ -252,10 +250,7 @@ class OptimizerStep:
         finally:
             for handle in handles:
                 handle.remove()
-        if is_written:
-            self._gradients.groups.pairs.write_changed()  # of the hooks
-        else:
-            write()
+        write()
         return result
 
     def _end(self) -> None:
@@ -287,7 +282,7 @@ class OptimizerStep:
                 gradients.groups.pairs.merge()
                 gradients.deferral.unscale(gradients.groups.pairs)
                 overflowed = any(verdict.overflowed for verdict in gradients.verdicts_for_step())
-                self._learn(gradients.verdicts.found)
+                self._learn()
                 gradients.verdicts.found = []
                 if not overflowed:
                     return loss
@@ -299,13 +294,6 @@ class OptimizerStep:
 
     # After each step.
 
-    def _tell_end(self) -> None:
-        attached = self._attached()
-        if self.verdicts:
-            note_step(self.verdicts, self._gradients.of_model, attached.check.names_of)
-        for observer in (*everywhere, *attached.owner.observers):
-            observer.step_ends(attached)
-
     def _end_iteration(self) -> None:
         """Move the scales of `fp8="delayed"`, if no block has done so."""
         history = self._attached().owner.fp8.history
@@ -315,8 +303,8 @@ class OptimizerStep:
                 history.end()
             history.ended_in_block = False
 
-    def _learn(self, verdicts: Sequence[Verdict]) -> None:
-        for scaler in {verdict.scaler: None for verdict in verdicts}:
+    def _learn(self) -> None:
+        for scaler in {verdict.scaler: None for verdict in self._gradients.verdicts.found}:
             if scaler.recorder.states.underway:
                 self._attached().owner.learn(scaler)
 

@@ -34,7 +34,6 @@ class StepInputs:
     """
 
     _look_up: Callable[[], Deferred]
-    _low_halves: Callable[[Sequence[Tensor]], Sequence[Tensor] | None]
     names_of: Callable[[Sequence[Tensor]], Sequence[str | None]]
     found_inf: Tensor | None
     merges: bool = False
@@ -67,7 +66,7 @@ class StepInputs:
 
         Lean masters in `stepped` have a shape, and no values.
         """
-        return self._low_halves(self.deferred.of.masters)
+        return [pair.low for pair in self.deferred.of.pairs if pair.low is not None] or None
 
     @property
     def inv_scale(self) -> Tensor | None:
@@ -83,7 +82,6 @@ def inputs_outside_of_a_session(optimizer: Any) -> StepInputs:
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     return StepInputs(
         lambda: _NOTHING,
-        lambda masters: None,
         lambda tensors: [None] * len(tensors),
         found_inf=None if found_inf is None else found_inf.reshape(1),
         own_inv_scale=None if scale is None else kernels.update_scale.inverse(scale).reshape(1),

@@ -1,13 +1,13 @@
 """Gradients that a block has made: find them, check them, unscale them, and add them to earlier ones.
 
-All that turns 16 bits into FP32 between backward and step is here:
+All that turns 16 bits into FP32 between backward and step:
 
 | from                     | to                         | when                    | function         |
 |--------------------------|----------------------------|-------------------------|------------------|
 | gradients of a block     | FP32 of masters, and sums  | the block ends, scaled  | `unscale`        |
 | the same, with a graph   | operations of autograd     | the same                | `unscale`        |
 | the same                 | FP32 of masters, added     | the block ends, scale 1 | `add_to_masters` |
-| deferred gradients       | FP32 sums                  | a later block ends      | `sums`           |
+| deferred gradients       | FP32 sums                  | a later block ends      | `Deferral.defer` |
 | deferred gradients       | FP32 in memory of their own| something reads one     | `unscaled`       |
 
 Gradients that a parameter of the model keeps, and adds to no others, are unscaled where they are.
@@ -91,7 +91,8 @@ class NewGradients(NamedTuple):
             claimed: ids of parameters whose gradients another optimizer handles.
         """
         sides = []
-        for parameters in (groups.models, groups.unmastered):
+        lists = groups.pairs.model_list, groups.unmastered_list
+        for parameters, like in zip((groups.models, groups.unmastered), lists, strict=True):
             grads: list[Any] = list(map(_grad, parameters))
             there = [grad is not None for grad in grads]
             if claimed:
@@ -105,18 +106,16 @@ class NewGradients(NamedTuple):
                 and SCALABLE.issuperset(map(_dtype, grads))
                 and {torch.strided}.issuperset(map(_layout, grads))
             )
-            sides.append((there, grads, are_dense))
-        (there, of_masters, are_dense), (own_there, own, own_are_dense) = sides
-        pairs, unmastered = groups.pairs, groups.unmastered
+            holders = parameters if all(there) else list(compress(parameters, there))
+            new = TensorList(grads, like=like) if grads else _NONE
+            sides.append((there, Found(holders, new, are_dense)))
+        (there, of_masters), (_, own) = sides
+        pairs = groups.pairs
         if not all(there):
             pairs = pairs.only(there)
-        if not all(own_there):
-            unmastered = list(compress(unmastered, own_there))
-        of_masters = TensorList(of_masters, like=pairs.model_list) if of_masters else _NONE
-        own = TensorList(own, like=groups.unmastered_list) if own else _NONE
-        have_graphs = groups.are_plain and any(map(_needs_graph, chain(of_masters, own)))
-        found = Found(pairs.models, of_masters, are_dense), Found(unmastered, own, own_are_dense)
-        return cls(pairs, *found, have_graphs)
+            of_masters = of_masters._replace(parameters=pairs.models)  # the same list each time
+        have_graphs = groups.are_plain and any(map(_needs_graph, chain(of_masters.grads, own.grads)))
+        return cls(pairs, of_masters, own, have_graphs)
 
     def check(self, check: ParameterCheck) -> None:
         """Raise if a gradient cannot be unscaled; `check` names parameters in messages.
@@ -242,31 +241,6 @@ def _unscale_in_graph(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tenso
             )
             move.parameter.grad = None
             move.stepped.grad = grad if move.total is None else grad + move.total
-
-
-def sums(
-    later: TensorList,
-    inv_of_later: Tensor | None,
-    earlier: TensorList,
-    inv_of_earlier: Tensor | None,
-    found_inf: Tensor | None,
-    bad_steps: BadSteps | None,
-) -> TensorList:
-    """Return the unscaled sums of two lists of gradients in FP32, and check the later ones.
-
-    Args:
-        later: dense gradients.
-        inv_of_later: float32 `[1]`, what to multiply them by; None is 1.
-        earlier: dense gradients of the same shapes.
-        inv_of_earlier: the same of these.
-        found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
-        bad_steps: where to log which gradients are bad.
-    """
-    a, b = [1.0 if inverse is None else inverse for inverse in (inv_of_later, inv_of_earlier)]
-    made = [torch.empty_like(grad, dtype=torch.float32) for grad in later]
-    grads = TensorList(made, like=later, dtype=torch.float32)
-    kernels.axpby.axpby(a, later, b, earlier, grads, found_inf, bad_steps=bad_steps)
-    return grads
 
 
 def unscaled(grads: Sequence[Tensor], inv_scale: Tensor | None) -> list[Tensor]:

@@ -141,26 +141,24 @@ def _are_finite(grads: Iterable[Tensor]) -> Tensor:
     return torch.stack([flag.to(flags[0].device) for flag in flags])
 
 
-STEP, SKIP = "step", "skip"
-
-
-def decide(verdicts: Sequence[Verdict], capabilities: Capabilities) -> str | Tensor:
+def decide(verdicts: Sequence[Verdict], capabilities: Capabilities) -> tuple[bool, Tensor | None]:
     """Decide about a step.
 
     The host waits for 4 bytes of each verdict that it does not know, unless the optimizer skips itself.
 
     Returns:
-        `STEP` or `SKIP`; or for an optimizer that skips by itself, whether it must, float32 `[1]`.
+        Whether it is skipped; and for an optimizer that skips by itself, whether it must, float32
+        `[1]`.
     """
     if not verdicts:
-        return STEP
+        return False, None
     if capabilities.may_skip and capabilities.skips_on_device():
         is_good = [verdict.known is False for verdict in verdicts]
         if all(is_good) and not capabilities.takes_scaled:
-            return STEP  # torch's fused ones take longer with a flag
+            return False, None  # torch's fused ones take longer with a flag
         found = [verdict.found_inf for verdict in verdicts]
-        return functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)
-    return SKIP if any(verdict.overflowed for verdict in verdicts) else STEP
+        return False, functools.reduce(lambda x, y: torch.maximum(x, y.to(x.device)), found)
+    return any(verdict.overflowed for verdict in verdicts), None
 
 
 MOST_VERDICTS = 256
