@@ -47,10 +47,7 @@ class Block:
     scale: ScaleSnapshot
 
     def __init__(
-        self,
-        scaler: LossScaler,
-        gradients: Sequence[Gradients],
-        histories: Sequence[AmaxHistory] = (),
+        self, scaler: LossScaler, gradients: Sequence[Gradients], histories: Sequence[AmaxHistory] = ()
     ) -> None:
         self.scaler = scaler
         self.is_over = False

@@ -30,7 +30,6 @@ from amp.training.unscaling import NewGradients
 
 if TYPE_CHECKING:
     from amp.kernels.l2norm import Norms
-    from amp.kernels.launch_plans import BadSteps
 
 _NONE = TensorList([])
 _INTERNALS: Any = torch._C  # whose private functions have no types
@@ -184,18 +183,13 @@ class Deferral:
         is_sum = not new.of_masters.grads or self.deferred.of is new.pairs
         return is_sum and not self._unscaling.used
 
-    def defer(
-        self,
-        new: NewGradients,
-        inv_scale: Tensor | None,
-        found_inf: Tensor | None,
-        bad_steps: BadSteps | None,
-    ) -> None:
+    def defer(self, new: NewGradients, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Check the gradients of a block, add those of earlier ones, and keep all for the step.
 
         If they are to be clipped, the check finds their norms. No host sync.
         """
         of, grads, norms = new.pairs, new.of_masters.grads, None
+        bad_steps = new.of_masters.bad_steps
         if not grads:
             return
         if self.deferred is not None:

@@ -264,13 +264,13 @@ class Gradients:
             self.deferral.forget()
         if event == "forward" or in_block or self.delayed is not None or not have_grads(pairs.models):
             return
-        held = [pair.master for pair in pairs.pairs if pair.parameter.grad is not None]
-        master = next((each for each in held if each.grad is not None), None)
-        if master is not None and not self._are_hidden:
+        both = zip(pairs.models, pairs.masters, strict=True)
+        doubled = [x for model, x in both if model.grad is not None and x.grad is not None]
+        if doubled and not self._are_hidden:
             raise AmpRuntimeError(
-                f"a 16-bit parameter of shape {tuple(master.shape)} was given a gradient, or has one "
-                "of a backward outside of amp.scale_loss, and its FP32 master has one already. Before "
-                "torch 2.10 they cannot be one gradient. Assign it to what "
+                f"a 16-bit parameter of shape {tuple(doubled[0].shape)} was given a gradient, or has "
+                "one of a backward outside of amp.scale_loss, and its FP32 master has one already. "
+                "Before torch 2.10 they cannot be one gradient. Assign it to what "
                 "amp.master_params(optimizer) yields, call optimizer.zero_grad() before, or call "
                 "backward in an amp.scale_loss block"
             )
@@ -395,23 +395,22 @@ class Gradients:
             found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
         """
         scaler, is_one = scale.scaler, scale.scaler.config.is_identity
-        of_masters = of_own = None
         if found_inf is not None and not scaler.is_on_host and self.capabilities.skips_on_device():
             names = self._check.names_of
             if new.of_masters.grads:
-                of_masters = scaler.bad_steps_of(new.of_masters.parameters, names)
+                new = new._replace(of_masters=new.of_masters.logged(scaler, names))
             if new.own.grads and new.own.parameters is self.groups.unmastered:
-                of_own = scaler.bad_steps_of(new.own.parameters, names)
+                new = new._replace(own=new.own.logged(scaler, names))
         if is_one and found_inf is not None:
-            new.own.check(scale.inv_scale, found_inf, of_own)
+            new.own.check(scale.inv_scale, found_inf)
             if not new.will_be_deferred:
-                new.of_masters.check(scale.inv_scale, found_inf, of_masters)
+                new.of_masters.check(scale.inv_scale, found_inf)
         if new.will_be_deferred:
-            self.deferral.defer(new, None if is_one else scale.inv_scale, found_inf, of_masters)
+            self.deferral.defer(new, None if is_one else scale.inv_scale, found_inf)
         elif self.deferral.deferred is not None:
             self.deferral.unscale(self.groups.pairs)
         if not is_one:
-            new.unscale(self._aside, scale.inv_scale, found_inf, of_masters, of_own)
+            new.unscale(self._aside, scale.inv_scale, found_inf)
         elif new.of_masters.grads and not new.will_be_deferred:
             unscaling.add_to_masters(new.pairs)
         if self._aside:

@@ -37,6 +37,8 @@ from amp.training.parameter_check import ParameterCheck
 if TYPE_CHECKING:
     from amp.kernels.launch_plans import BadSteps
     from amp.training.gradients import Groups
+    from amp.training.recorder import Names
+    from amp.training.scaler import LossScaler
 
 _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
@@ -52,17 +54,23 @@ class Found(NamedTuple):
         parameters: those that have one.
         grads: their gradients; of a DTensor this rank's shard.
         are_dense: whether these are dense, with values of their own, in dtypes that can be unscaled.
+        bad_steps: where to log which of them are bad.
     """
 
     parameters: Sequence[Tensor]
     grads: TensorList
     are_dense: bool
+    bad_steps: BadSteps | None = None
 
-    def check(self, one: Tensor, found_inf: Tensor, bad_steps: BadSteps | None) -> None:
+    def logged(self, scaler: LossScaler, names: Names) -> Found:
+        """Return the same, to be logged for a scaler; `names` returns the names of parameters."""
+        return self._replace(bad_steps=scaler.bad_steps_of(self.parameters, names))
+
+    def check(self, one: Tensor, found_inf: Tensor) -> None:
         """Set `found_inf`, float32 `[1]`, if a gradient is inf or NaN, and log which. No host sync."""
         if self.grads:
             parts = self.grads if self.are_dense else without_complex(self.grads)
-            kernels.unscale.check(parts, one, found_inf, bad_steps=bad_steps)
+            kernels.unscale.check(parts, one, found_inf, bad_steps=self.bad_steps)
 
 
 class NewGradients(NamedTuple):
@@ -126,8 +134,9 @@ class NewGradients(NamedTuple):
         """
         if self.of_masters.grads and not self.will_be_deferred:  # else the step checks each of them
             self.pairs.check_devices()
-        for parameters, grads, are_dense in (self.own, self.of_masters):
-            for parameter, grad in () if are_dense else zip(parameters, grads, strict=True):
+        for found in (self.own, self.of_masters):
+            both = () if found.are_dense else zip(found.parameters, found.grads, strict=True)
+            for parameter, grad in both:
                 if grad.dtype not in SCALABLE:
                     raise AmpTypeError(
                         f"the gradient of {check.called(parameter)} is {grad.dtype} and cannot be "
@@ -136,40 +145,34 @@ class NewGradients(NamedTuple):
                     )
 
     def unscale(
-        self,
-        totals: dict[Tensor, Tensor],
-        inv_scale: Tensor,
-        found_inf: Tensor | None,
-        of_masters: BadSteps | None,
-        of_own: BadSteps | None,
+        self, totals: dict[Tensor, Tensor], inv_scale: Tensor, found_inf: Tensor | None
     ) -> None:
         """Unscale the gradients, and add them to those of earlier blocks. No host sync.
 
         Gradients that will be deferred are left alone. Others of masters go to the masters' `.grad`.
+        Bad ones are not logged if some become sums and others do not.
 
         Args:
             totals: unscaled gradients of earlier blocks, of parameters without a master. Those that are
                 added are removed.
             inv_scale: float32 `[1]`, what to multiply by.
             found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
-            of_masters: where to log which gradients of masters are bad, unless some become sums and
-                others do not.
-            of_own: the same for others.
         """
-        moves, own = [], self.own
+        moves, bad_steps = [], self.of_masters.bad_steps
+        parameters, own, are_dense, of_own = self.own
         if not self.will_be_deferred:
             of = zip(self.pairs.masters, self.pairs.models, self.of_masters.grads, strict=True)
             moves = [Move(master, model, grad, master.grad) for master, model, grad in of]
-        if own.are_dense and not totals and not self.have_graphs:
-            if own.grads:
-                kernels.unscale.unscale(own.grads, own.grads, inv_scale, found_inf, bad_steps=of_own)
+        if are_dense and not totals and not self.have_graphs:
+            if own:
+                kernels.unscale.unscale(own, own, inv_scale, found_inf, bad_steps=of_own)
         else:
-            of_masters = None
-            moves += [Move(p, p, p.grad, totals.pop(p, None)) for p in own.parameters]
+            bad_steps = None
+            moves += [Move(p, p, p.grad, totals.pop(p, None)) for p in parameters]
         if self.have_graphs:
             _unscale_in_graph(moves, inv_scale, found_inf)
         elif moves:
-            _unscale(moves, inv_scale, found_inf, of_masters)
+            _unscale(moves, inv_scale, found_inf, bad_steps)
 
 
 def without_complex(grads: Sequence[Tensor]) -> list[Tensor]:
