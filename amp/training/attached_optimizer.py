@@ -199,8 +199,7 @@ class AttachedOptimizer:
 
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
-        self.gradients.reconcile()
-        self.check.note_names(self.gradients.groups.of_model)
+        self.check.note_names(self.gradients.reconcile().of_model)
 
     def remember_state(self) -> Callable[[], None]:
         """Return a function that restores the tensors that each parameter's state has now."""

@@ -169,8 +169,8 @@ class OptimizerStep:
                 Pairs([pair for pair in pairs.pairs if pair.master.grad is None]).merge()
             return deferred
 
-        masters, names_of = self._masters, self._attached().names_of
-        inputs = StepInputs(look_up, names_of, found_inf, merges=masters.are_whole)
+        names_of, merges = self._attached().names_of, self._masters.are_whole
+        inputs = StepInputs(look_up, names_of, found_inf, merges)
         try:
             self._optimizer.scaled_grads = inputs
             with disable_casts():
@@ -271,16 +271,15 @@ class OptimizerStep:
     def _evaluate(self, closure: Callable[[], Any], as_around_the_step: Any) -> Any:
         """Evaluate the model on what masters are now; after an overflow again, at the lowered scale."""
         gradients = self._gradients
-        pairs = gradients.groups.pairs
-        pairs.write_back()
+        gradients.groups.pairs.write_back()
         forget_casts()  # of the weights of the last evaluation
         with as_around_the_step():
             for _ in range(_CLOSURE_TRIES):
                 loss = closure()
                 gradients.finish_delayed()
-                gradients.reconcile()
-                gradients.groups.pairs.merge()
-                gradients.deferral.unscale(gradients.groups.pairs)
+                pairs = gradients.reconcile().pairs
+                pairs.merge()
+                gradients.deferral.unscale(pairs)
                 overflowed = any(verdict.overflowed for verdict in gradients.verdicts_for_step())
                 self._learn()
                 gradients.verdicts.found = []
