@@ -224,7 +224,7 @@ class OptimizerStep:
             merge: lets masters take what was written to the model, after the last hook before the step.
             write: writes masters to the model, before the first hook after the step.
         """
-        optimizer, handles = self._optimizer, []
+        optimizer, handles, is_written = self._optimizer, [], False
         of_all = [x for x in _global_optimizer_pre_hooks.values() if x is not unattached]
 
         def before(*_: object) -> None:
@@ -233,9 +233,9 @@ class OptimizerStep:
                 merge()
 
         def after(*_: object) -> None:
-            nonlocal write
+            nonlocal is_written
             write()
-            write = self._gradients.groups.pairs.write_changed  # later hooks may change masters too
+            is_written = True
 
         has_hooks = hasattr(optimizer, "register_step_pre_hook")  # else torch calls none, of any kind
         if has_hooks and (getattr(optimizer, "_optimizer_step_pre_hooks", None) or of_all):
@@ -250,7 +250,10 @@ class OptimizerStep:
         finally:
             for handle in handles:
                 handle.remove()
-        write()
+        if is_written:
+            self._gradients.groups.pairs.write_changed()  # of the hooks
+        else:
+            write()
         return result
 
     def _end(self) -> None:
