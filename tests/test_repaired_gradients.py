@@ -126,6 +126,22 @@ def test_a_closure_may_repair_gradients(level: str, optimizer: str) -> None:
     assert not torch.equal(before[0], t.values()[0])
 
 
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_product_with_the_inverse_of_a_scale_below_1_overflows_still(max_norm: float | None) -> None:
+    layer = nn.Linear(4, 4, bias=False)
+    options = {} if max_norm is None else {"max_grad_norm": max_norm}
+    made = amp.optimizers.FusedAdam(layer.parameters(), 0.1, **options)
+    model, optimizer = amp.initialize(
+        layer, made, opt_level="O5", verbosity=0, loss_scale={"init": 0.25, "min": 0.01}
+    )
+    before = layer.weight.detach().clone()
+    with amp.scale_loss(model(torch.full((1, 4), 4.0)).float().sum() * 2e38, optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer)
+    assert torch.equal(layer.weight, before)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("optimizer", ["AdamW, fused", "FusedAdam"])
 @pytest.mark.parametrize("bad", [False, True])

@@ -243,10 +243,11 @@ class Deferral:
         return list(map(sys.getrefcount, tensors)), list(map(count, tensors))
 
     @property
-    def newest(self) -> Sequence[Tensor]:
-        """The gradients that are kept, unscaled ones if other code may have changed these."""
-        kept = () if self.deferred is None else self.deferred.grads
-        return self._unscaling.used or kept
+    def kept(self) -> Deferred | None:
+        """What is deferred, with the unscaled gradients if other code may have changed these."""
+        if self.deferred is None or not self._unscaling.used:
+            return self.deferred
+        return Deferred(self.deferred.of, TensorList(self._unscaling.used))
 
     def unscale_if_changed(self, pairs: Pairs) -> None:
         """Unscale if other code has given one of these pairs another gradient, or none."""

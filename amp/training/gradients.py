@@ -473,10 +473,15 @@ class Gradients:
 
         Ranks ask together: they know of the same overflows, and clear gradients at the same time.
         """
-        grads = [local(grad) for _, grad in self.of_model()]
+        own, deferred = self.groups.unmastered, self.deferral.kept
+        grads = grads_of(own if deferred is not None else self.groups.stepped)
+        values = unscaling.without_complex([local(grad) for grad in grads if grad is not None])
         one, is_bad = torch.ones_like(verdict.found_inf), torch.zeros_like(verdict.found_inf)
-        if grads:
-            kernels.unscale.check(unscaling.without_complex(grads), one, is_bad)
+        if values:
+            kernels.unscale.check(values, one, is_bad)
+        if deferred is not None:  # its products may overflow too, at a scale below 1
+            factor = one if deferred.inv_scale is None else deferred.inv_scale
+            kernels.unscale.check(list(deferred.grads), factor, is_bad)
         if groups := verdict.scaler.groups_with(self.groups.process_groups):
             reduce_largest([is_bad], groups)
         return is_bad
@@ -516,9 +521,9 @@ class Gradients:
 
     def of_model(self) -> list[tuple[Tensor, Tensor]]:
         """Return the model's parameters that have a gradient for the step, with it, scaled or not."""
-        kept, groups = self.deferral.deferred, self.groups
+        kept, groups = self.deferral.kept, self.groups
         models = groups.models if kept is None else kept.of.models
-        grads = grads_of(groups.masters) if kept is None else self.deferral.newest
+        grads = grads_of(groups.masters) if kept is None else kept.grads
         of_models = zip(models, grads, strict=True)
         own = zip(groups.unmastered, grads_of(groups.unmastered), strict=True)
         return [(each, grad) for each, grad in (*of_models, *own) if grad is not None]
