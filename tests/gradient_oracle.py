@@ -100,6 +100,7 @@ class Optimizer:
         verdicts: whether the checks since the last step have found an overflow, "elsewhere" if only in
             gradients of other optimizers; and those before it whose gradients are still there.
         used: how many of the verdicts the last step has gone by.
+        in_doubt: whether the next step checks the gradients again, whatever the verdicts are.
         open: the block that it is inside.
         delayed: the block that left its gradients scaled.
         is_held: whether gradients of masters wait scaled; None where the table leaves it open.
@@ -109,6 +110,7 @@ class Optimizer:
     gradients: dict[str, Gradient] = field(default_factory=dict)
     verdicts: list[bool | str] = field(default_factory=list)
     used: int = 0
+    in_doubt: bool = False
     open: Block | None = None
     delayed: Block | None = None
     is_held: bool | None = False
@@ -164,8 +166,8 @@ class Optimizer:
 
     def clear_verdicts(self) -> None:
         """The gradients that they are about are gone; those since the step may be assigned again."""
-        self.verdicts = [overflow for overflow in self.verdicts[self.used :] if overflow]
-        self.used = 0
+        self.verdicts = [True for overflow in self.verdicts[self.used :] if overflow]
+        self.used, self.in_doubt = 0, bool(self.verdicts)
 
     def zero_grad_of_model(self) -> None:
         """Clear what lies in the model's `.grad`."""
@@ -194,6 +196,9 @@ class Optimizer:
     def stepped(self) -> None:
         """The step was taken or skipped; gradients stay."""
         self.is_held = None
+        first = next(filter(None, self.verdicts), None)
+        if first is not None and (self.in_doubt or first is True) and self.is_finite:
+            self.verdicts = [verdict == "elsewhere" and verdict for verdict in self.verdicts]
         self.used = len(self.verdicts)
 
     def settle(self, overflow: bool | None, is_alone: bool) -> None:
@@ -210,7 +215,8 @@ class Optimizer:
         for gradient in self.gradients.values():
             gradient.total, gradient.newest = total_of(gradient.total, gradient.newest), None
         if overflow is not None:
-            left = [True for verdict in self.verdicts[: self.used] if verdict is True]
+            left = [True for verdict in self.verdicts[: self.used] if verdict]
+            self.in_doubt = bool(left) if self.used else self.in_doubt
             verdict = "elsewhere" if overflow and not is_alone and self.is_finite else overflow
             self.verdicts = [*left, *self.verdicts[self.used :], verdict]
             self.used = len(left)

@@ -126,6 +126,42 @@ def test_a_closure_may_repair_gradients(level: str, optimizer: str) -> None:
     assert not torch.equal(before[0], t.values()[0])
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_an_overflow_of_another_optimizer_skips_the_steps_of_its_block_alone(
+    level: str, optimizer: str, is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_on_host:
+        decide_on_a_device(monkeypatch)
+    layers: list[Any] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    made = [OPTIMIZERS[optimizer](layer.parameters()) for layer in layers]
+    layers, optimizers = amp.initialize(
+        layers, made, opt_level=level, verbosity=0, loss_scale={"init": 4.0}
+    )
+
+    def backward(factor: float) -> None:
+        first, second = [layer(torch.ones(2, 4)).float().sum() for layer in layers]
+        with amp.scale_loss(first + factor * second, optimizers) as scaled_loss:
+            scaled_loss.backward()
+
+    def step() -> list[bool]:
+        before = [layer.weight.detach().clone() for layer in layers]
+        for each in optimizers:
+            each.step()
+        return [not torch.equal(x, layer.weight) for x, layer in zip(before, layers, strict=True)]
+
+    backward(math.nan)
+    assert step() == [False, False]
+    backward(1.0)  # to what was left
+    assert step() == [True, False]
+    for factor in (math.nan, 1.0):
+        for each in optimizers:
+            each.zero_grad()
+        backward(factor)
+    assert step() == [True, True]
+
+
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_product_with_the_inverse_of_a_scale_below_1_overflows_still(max_norm: float | None) -> None:
     layer = nn.Linear(4, 4, bias=False)
@@ -142,6 +178,22 @@ def test_a_product_with_the_inverse_of_a_scale_below_1_overflows_still(max_norm:
     assert torch.equal(layer.weight, before)
 
 
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_gradients_that_are_left_as_zeros_are_checked_again_once(
+    is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_on_host:
+        decide_on_a_device(monkeypatch)
+    t = Training("O2", "SGD")
+    found = t.optimizer._amp_attached.gradients.verdicts
+    for factor in (1.0, math.nan, 1.0, 1.0, 1.0, 1.0):
+        t.backward(factor)
+        assert any(t.step()) is (factor == 1.0)
+        t.layers.zero_grad(set_to_none=False)
+    assert len(found.found) == 1
+    assert not found.may_be_of_others
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("optimizer", ["AdamW, fused", "FusedAdam"])
 @pytest.mark.parametrize("bad", [False, True])
@@ -149,8 +201,7 @@ def test_on_a_device_gradients_that_were_assigned_after_others_were_cleared_are_
     level: str, optimizer: str, bad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the host does not know of an overflow, it still does not wait."""
-    for module in (amp.training.scaler, update_scale):
-        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
+    decide_on_a_device(monkeypatch)
     t = Training(level, optimizer)
     t.backward(math.nan)
     kept = [p.grad.clone() for p in t.layers.parameters()]
@@ -162,6 +213,11 @@ def test_on_a_device_gradients_that_were_assigned_after_others_were_cleared_are_
     has_stepped = t.step()
     monkeypatch.undo()
     assert has_stepped == [not bad] * 4
+
+
+def decide_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (amp.training.scaler, update_scale):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 
 def refuse(*_: object) -> None:

@@ -240,9 +240,12 @@ class Block:
             history.end(in_block=True)
         deferred = filter(None, [each.deferral.deferred for each in together])
         norm = next((each.norms.total for each in deferred if each.norms is not None), None)
-        verdict = None if found_inf is None else Verdict(scaler, found_inf.clone())
+        is_alone = len(together) == 1
+        # Ranks of a `process_group` may have other optimizers, and not as many, which ask only here.
+        stands = bool(scaler.process_groups) or not (is_alone or scaler.is_on_host)
+        verdict = None if found_inf is None else Verdict(scaler, found_inf.clone(), stands=stands)
         for gradients in together:
-            gradients.leave(verdict if gradients in checked else None, len(together) == 1)
+            gradients.leave(verdict if gradients in checked else None, is_alone)
         if update and (checked or not scaler.config.is_identity):
             scaler.update(norm)
 

@@ -438,7 +438,8 @@ class Gradients:
                 register_with_dynamo(dynamo)  # again: `torch._dynamo.reset` forgets it
         self.open_block = self.delayed = None
         if verdict is not None:
-            if not is_alone and verdict.known and not self._check_again(verdict).item():
+            is_in_doubt = not (is_alone or verdict.stands) and verdict.known
+            if is_in_doubt and not self._check_again(verdict).item():
                 verdict = Verdict(verdict.scaler, verdict.found_inf, verdict.step, stands=True)
             self.verdicts.add(verdict)
 
@@ -538,7 +539,7 @@ class Gradients:
         Args:
             verdicts: those that the step went by.
         """
-        self.verdicts.stepped = len(self.verdicts.found)
+        self.verdicts.end_step(verdicts)
         is_dropped = self.open_block is not None
         if not HAS_GRAD_DTYPE:
             is_dropped |= any(verdict.known for verdict in verdicts)

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -32,7 +33,8 @@ class Verdict:
         scaler: of the loss.
         found_inf: float32 `[1]`, 1 on overflow.
         step: the number of the scaler's update; None for the next one.
-        stands: whether it is about gradients of other optimizers, and is not asked again.
+        stands: whether it may be about gradients of other optimizers, so that the next step goes by it
+            whatever its own gradients are.
     """
 
     def __init__(
@@ -47,6 +49,14 @@ class Verdict:
             return self
         both = torch.minimum(self.found_inf, found_inf.to(self.found_inf.device))
         return Verdict(self.scaler, both, self.step)
+
+    def open_to_doubt(self) -> Verdict:
+        """Return the same for later steps, which may check the gradients again."""
+        if not self.stands:
+            return self
+        same = copy.copy(self)
+        same.stands = False
+        return same
 
     @property
     def known(self) -> bool | None:
@@ -184,9 +194,9 @@ class Verdicts:
         """Note what the check of a block has found."""
         if self.stepped:  # the gradients of a skipped step are left, if they were not set to zero
             known = self.found[: self.stepped]
-            left = [each for each in known if each.known is not False and not each.stands]
+            left = [each.open_to_doubt() for each in known if each.known is not False]
             self.found[: self.stepped], self.stepped = left, len(left)
-            self.may_be_of_others |= bool(left)
+            self.may_be_of_others = bool(left)
         self.found.append(verdict)
         if len(self.found) > MOST_VERDICTS:
             self.found, self.stepped, self.may_be_of_others = joined(self.found), 0, True
@@ -194,5 +204,12 @@ class Verdicts:
     def clear(self) -> None:
         """Note that the gradients were cleared."""
         new, self.stepped = self.found[self.stepped :], 0
-        self.found = [each for each in new if each.known is not False]
+        self.found = [each.open_to_doubt() for each in new if each.known is not False]
         self.may_be_of_others = bool(self.found)
+
+    def end_step(self, verdicts: Sequence[Verdict]) -> None:
+        """Note that a step has gone by verdicts, which it may have asked again. Idempotent."""
+        known, now = [[(each.scaler, each.step) for each in those] for those in (self.found, verdicts)]
+        if known == now:  # no hook of the step has had a block
+            self.found = list(verdicts)
+        self.stepped = len(self.found)

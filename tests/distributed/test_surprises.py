@@ -337,6 +337,27 @@ def check_grad_scaler_of_fsdp1(rank: int) -> None:
     assert scaler.get_scale() == 512.0
 
 
+def check_numbers_of_optimizers(rank: int) -> None:
+    """Stages of a pipeline have one optimizer or several: after an overflow no rank waits for ever."""
+    models: list[Any] = [nn.Linear(4, 4) for _ in range(1 + rank)]
+    models, optimizers = amp.initialize(
+        models,
+        [sgd(model) for model in models],
+        opt_level="O2",
+        verbosity=0,
+        loss_scale={"init": 4.0},
+        process_group=distributed.group.WORLD,
+    )
+    for bad in (True, False):
+        loss = sum(model(torch.ones(1, 4)).float().sum() for model in models)
+        with amp.scale_loss(loss * torch.inf if bad and rank else loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            assert amp.step_was_skipped(optimizer) is bad
+            optimizer.zero_grad()
+
+
 # What is refused.
 
 
@@ -500,6 +521,10 @@ def test_the_first_fsdp_agrees_over_all_dimensions(kind: str) -> None:
 
 def test_grad_scaler_agrees_for_the_first_fsdp() -> None:
     world(2).run(check_grad_scaler_of_fsdp1)
+
+
+def test_an_overflow_where_ranks_have_different_numbers_of_optimizers() -> None:
+    world(2).run(check_numbers_of_optimizers)
 
 
 @pytest.mark.parametrize("kind", ["pipeline", "zero"])
