@@ -293,6 +293,22 @@ def test_gradients_that_were_stepped_on_are_free_in_the_next_forward() -> None:
     assert all(p.grad is None for p in amp.master_params(optimizer))
 
 
+@pytest.mark.usefixtures("before_torch_2_10")
+@pytest.mark.parametrize("base", [torch.optim.SGD, amp.optimizers.FusedSGD], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("others", [torch.zeros_like, lambda master: None], ids=["zeros", "none"])
+def test_gradients_that_are_assigned_to_masters_are_stepped(base: Any, others: Any) -> None:
+    model, x, y = problem()
+    model, optimizer = amp.initialize(
+        model, base(model.parameters(), lr=0.05), opt_level="O5", verbosity=0
+    )
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    backward(model, x, y, optimizer)
+    for master in amp.master_params(optimizer):
+        master.grad = others(master)
+    optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 def test_lookahead_around_lean_masters() -> None:
     expected = train_lookahead("O0")
     amp.get_session().close()

@@ -250,10 +250,10 @@ class Deferral:
         return Deferred(self.deferred.of, TensorList(self._unscaling.used))
 
     def unscale_if_changed(self, pairs: Pairs) -> None:
-        """Unscale if other code has given one of these pairs another gradient, or none."""
+        """Unscale if other code has given one of these masters another gradient, or none."""
         if self.deferred is not None:
-            known = [pair.grad for pair in self.deferred.of.pairs]
-            count = sum([pair.grad is not None for pair in pairs.pairs])
+            known = grads_of(self.deferred.of.masters)
+            count = sum([grad is not None for grad in grads_of(pairs.masters)])
             if count != len(known) or not are_same(known, self._shown):
                 self.unscale(pairs)
 

@@ -215,8 +215,9 @@ class Gradients:
             if event == "block" and not self._has_looked and pairs.were_written():
                 self._check.forward_has_missed_masters()
             pairs.resolve(found)
-            if not self._are_hidden:
-                self.deferral.unscale_if_changed(pairs)
+        # Before torch 2.10 the look is at no gradients.
+        if (found or not HAS_GRAD_DTYPE) and not self._are_hidden:
+            self.deferral.unscale_if_changed(pairs)
         self._has_looked = event == "forward" or (self._has_looked and event != "step")
         return groups
 
