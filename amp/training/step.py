@@ -71,7 +71,7 @@ class OptimizerStep:
     @property
     def was_skipped(self) -> bool:
         """Whether the last step was skipped. The host waits if the optimizer itself decided that."""
-        return any(verdict.overflowed for verdict in self.verdicts)
+        return any(verdict.ask() for verdict in self.verdicts)
 
     def __call__(self, step: Callable[..., Any], closure: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Call the optimizer's own step, on unscaled gradients and with masters, or skip it."""

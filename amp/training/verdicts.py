@@ -64,6 +64,14 @@ class Verdict:
         is_known = self.scaler.is_on_host or "overflowed" in vars(self)
         return self.overflowed if is_known else None
 
+    def ask(self) -> bool:
+        """Return whether it was an overflow, and do not remember it: only one rank may have asked.
+
+        The host waits for the device, for 4 bytes, if it does not know.
+        """
+        known = self.known
+        return self.found_inf.item() > 0 if known is None else known
+
     @functools.cached_property
     def overflowed(self) -> bool:
         """Whether it was an overflow. The host waits for the device, once, for 4 bytes."""

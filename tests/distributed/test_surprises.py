@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import amp
+import amp.training.scaler
+from amp.kernels import update_scale
 from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.distributed.models import (
     WIDTH,
@@ -358,6 +360,22 @@ def check_numbers_of_optimizers(rank: int) -> None:
             optimizer.zero_grad()
 
 
+def check_asking_on_one_rank(rank: int) -> None:
+    """What one rank alone has asked changes nothing of what it does with the others."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (amp.training.scaler, update_scale):
+            patch.setattr(module, "is_on_host", lambda tensor: False)
+        model = shard(make())
+        fused = FusedSGD(model.parameters(), lr=0.1)
+        model, optimizer = initialize(model, fused, "O5", loss_scale={"init": 4.0})
+        for x, y in batches(*data_rank("fsdp2")):
+            with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            assert rank or not amp.step_was_skipped(optimizer)
+            model.zero_grad(set_to_none=False)  # amp does not see it
+
+
 # What is refused.
 
 
@@ -521,6 +539,10 @@ def test_the_first_fsdp_agrees_over_all_dimensions(kind: str) -> None:
 
 def test_grad_scaler_agrees_for_the_first_fsdp() -> None:
     world(2).run(check_grad_scaler_of_fsdp1)
+
+
+def test_a_rank_may_ask_alone_whether_a_step_was_skipped() -> None:
+    world(2).run(check_asking_on_one_rank)
 
 
 def test_an_overflow_where_ranks_have_different_numbers_of_optimizers() -> None:
