@@ -454,9 +454,10 @@ class Gradients:
     def verdicts_for_step(self) -> list[Verdict]:
         """Return the verdicts about the gradients for a step.
 
-        A verdict is about the gradients that a check has seen. If the host knows of an overflow, or if
-        gradients were cleared or left since then, those that are there are checked again: other code
-        may have repaired them, or assigned earlier ones. The host waits only for what `decide` would.
+        A verdict is about the gradients that a check has seen. If the host knows of an overflow that is
+        surely one of them, or if gradients were cleared or left since then, those that are there are
+        checked again: other code may have repaired them, or assigned earlier ones. The host waits for
+        what `decide` would, and after an overflow once more.
         """
         found = self.verdicts.found
         in_doubt = [each for each in found if each.known is not False]
@@ -474,6 +475,8 @@ class Gradients:
         """Return whether a gradient for a step is inf or NaN on any rank, float32 `[1]`. No host sync.
 
         Ranks ask together: they know of the same overflows, and clear gradients at the same time.
+        Those of a `process_group` may have other optimizers, and ask only after gradients were cleared
+        or left.
         """
         own, deferred = self.groups.unmastered, self.deferral.kept
         grads = grads_of(own if deferred is not None else self.groups.stepped)
