@@ -58,7 +58,7 @@ class Training:
             layers, made, opt_level=level, verbosity=0, **options
         )
 
-    def with_gradients(self) -> list[nn.Parameter]:
+    def with_gradients(self) -> list[Any]:
         """Return the parameters, or before torch 2.10 those that have their FP32 gradients."""
         stepped = self.layers.parameters() if HAS_GRAD_DTYPE else amp.master_params(self.optimizer)
         return list(stepped)
@@ -173,8 +173,7 @@ def test_an_overflow_of_another_optimizer_skips_the_steps_of_its_block_alone(
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_product_with_the_inverse_of_a_scale_below_1_overflows_still(max_norm: float | None) -> None:
     layer = nn.Linear(4, 4, bias=False)
-    options = {} if max_norm is None else {"max_grad_norm": max_norm}
-    made = amp.optimizers.FusedAdam(layer.parameters(), 0.1, **options)
+    made = amp.optimizers.FusedAdam(layer.parameters(), 0.1, max_grad_norm=max_norm)
     model, optimizer = amp.initialize(
         layer, made, opt_level="O5", verbosity=0, loss_scale={"init": 0.25, "min": 0.01}
     )

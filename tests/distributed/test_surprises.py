@@ -351,7 +351,7 @@ def check_numbers_of_optimizers(rank: int) -> None:
         process_group=distributed.group.WORLD,
     )
     for bad in (True, False):
-        loss = sum(model(torch.ones(1, 4)).float().sum() for model in models)
+        loss = torch.stack([model(torch.ones(1, 4)).float().sum() for model in models]).sum()
         with amp.scale_loss(loss * torch.inf if bad and rank else loss, optimizers) as scaled_loss:
             scaled_loss.backward()
         for optimizer in optimizers:
