@@ -29,4 +29,5 @@ def test_what_checks_have_found_does_not_pile_up(
         assert len(attached.gradients.verdicts.found) <= 8
     optimizer.step()
     assert amp.step_was_skipped(optimizer) is (overflows_at is not None)
+    assert amp.scalars(optimizer)["amp/skipped_steps"] == (overflows_at is not None)
     assert torch.equal(model.weight, before) is (overflows_at is not None)

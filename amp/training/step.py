@@ -285,7 +285,7 @@ class OptimizerStep:
                 gradients.deferral.unscale(pairs)
                 overflowed = any(verdict.overflowed for verdict in gradients.verdicts_for_step())
                 self._learn()
-                gradients.verdicts.found = []
+                gradients.verdicts.forget()
                 if not overflowed:
                     return loss
                 gradients.clear()

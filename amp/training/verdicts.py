@@ -79,12 +79,20 @@ class Verdict:
 
 
 def joined(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """Return one verdict for each scaler: an overflow if any of its verdicts is one. No host sync."""
-    found: dict[LossScaler, list[Tensor]] = {}
+    """Return one verdict for each scaler: an overflow if any of its verdicts is one. No host sync.
+
+    It has the number of a known overflow, if there is one, and else of the newest verdict.
+    """
+    alike: dict[LossScaler, list[Verdict]] = {}
     for verdict in verdicts:
-        each = found.setdefault(verdict.scaler, [])
-        each.append(verdict.found_inf.to(each[0].device) if each else verdict.found_inf)
-    return [Verdict(scaler, torch.stack(each).amax(dim=0)) for scaler, each in found.items()]
+        alike.setdefault(verdict.scaler, []).append(verdict)
+    result = []
+    for scaler, each in alike.items():
+        found = [verdict.found_inf.to(each[0].found_inf.device) for verdict in each]
+        step = next((verdict.step for verdict in each if verdict.known), each[-1].step)
+        stands = any(verdict.stands for verdict in each)
+        result.append(Verdict(scaler, torch.stack(found).amax(dim=0), step, stands))
+    return result
 
 
 class Capabilities:
@@ -214,6 +222,10 @@ class Verdicts:
         new, self.stepped = self.found[self.stepped :], 0
         self.found = [each.open_to_doubt() for each in new if each.known is not False]
         self.may_be_of_others = bool(self.found)
+
+    def forget(self) -> None:
+        """Forget all of them."""
+        self.found, self.stepped, self.may_be_of_others = [], 0, False
 
     def end_step(self, verdicts: Sequence[Verdict]) -> None:
         """Note that a step has gone by verdicts, which it may have asked again. Idempotent."""
