@@ -164,10 +164,43 @@ def test_parameters_that_are_assigned_to_groups_are_refused(level: str, make: An
     optimizer.param_groups[0]["params"] = list(model.parameters())
     loss = model(torch.ones(2, 4)).sum()
     with (
-        pytest.raises(amp.AmpError, match="hold 16-bit parameters of the model"),
+        pytest.raises(amp.AmpError, match=r"hold 16-bit parameters.*\('weight', 'bias'\)"),
         amp.scale_loss(loss, optimizer) as scaled_loss,
     ):
         scaled_loss.backward()
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, amp.optimizers.FusedAdam])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("how", ["extended", "appended"])
+def test_parameters_that_are_put_into_groups_by_hand_are_refused_until_they_are_added(
+    how: str, level: str, make: Any
+) -> None:
+    """They would be stepped in 16 bits, stand still, or become NaN."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = make(model[0].parameters(), lr=1e-2)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
+    groups, head = optimizer.param_groups, list(model[1].parameters())
+    if how == "extended":
+        groups[0]["params"].extend(head)
+    else:
+        groups.append({**groups[0], "params": head})
+    with pytest.raises(amp.AmpError, match=r"\('1.weight', '1.bias'\).*by optimizer.add_param_group"):
+        optimizer.zero_grad()
+    with pytest.raises(amp.AmpError, match="hold 16-bit parameters"):
+        optimizer.step()
+    if how == "extended":
+        del groups[0]["params"][2:]
+    else:
+        groups.pop()
+    optimizer.add_param_group({"params": head})
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(3):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert not any(map(torch.equal, before, model.parameters()))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])

@@ -71,7 +71,9 @@ class AttachedOptimizer:
         self._released: dict[Tensor, Tensor] = {}
         self.check = ParameterCheck(optimizer, owner.named_parameters)
         self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
-        self.gradients = Gradients(optimizer, self.masters, self.check, owner.synchronization)
+        self.gradients = Gradients(
+            optimizer, self.masters, self.check, owner.synchronization, self._use_masters
+        )
         self.may_be_plain = owner.is_plain and not self.gradients.capabilities.needs_inputs
         self.step = OptimizerStep(self)
         self.misuse: Misuse | None = Misuse(self)

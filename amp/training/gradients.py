@@ -57,7 +57,8 @@ import torch
 from torch import Tensor
 
 from amp.distributed import groups_of_meshes, place_gradients, reduce_largest
-from amp.errors import AmpRuntimeError
+from amp.dtypes import LOW_PRECISION
+from amp.errors import AmpRuntimeError, first_few
 from amp.kernels import host_lists
 from amp.kernels.interrupts import Change
 from amp.kernels.tensor_lists import TensorList, are_plain, local
@@ -162,8 +163,10 @@ class Gradients:
         masters: MasterWeights,
         check: ParameterCheck,
         synchronization: Synchronization,
+        uses_masters: bool,
     ) -> None:
         self._optimizer, self._masters, self._check = optimizer, masters, check
+        self._uses_masters = uses_masters
         self.capabilities, self._synchronization = Capabilities(optimizer), synchronization
         self.groups = Groups((), masters, check.called)
         self.deferral = Deferral(optimizer)
@@ -225,8 +228,8 @@ class Gradients:
         """Return what the groups hold now; if that is new, unscale deferred gradients first.
 
         Raises:
-            AmpRuntimeError: a parameter has taken the place of its master, or was cast after
-                `initialize`.
+            AmpRuntimeError: a 16-bit parameter stands where a master should be, or a parameter was cast
+                after `initialize`.
         """
         known, optimizer, called = self.groups, self._optimizer, self._check.called
         now, before = [group["params"] for group in optimizer.param_groups], known.in_groups
@@ -240,11 +243,14 @@ class Gradients:
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(cast_text(called, parameter, dtype))
         groups = Groups(now, self._masters, called)
-        if any(self._masters.master(parameter) is not None for parameter in groups.unmastered):
+        half = [each for each in groups.unmastered if each.dtype in LOW_PRECISION]
+        if half and self._uses_masters:
             raise AmpRuntimeError(
-                f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters of the "
-                "model, which have FP32 masters: they were assigned after amp.initialize. Assign what "
-                "was there, or amp.master_params(optimizer); add others by add_param_group"
+                f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters where "
+                f"FP32 masters should be ({first_few(half, called, most=3)}): a script has put them "
+                "there after amp.initialize. Put back what was there, which "
+                "amp.master_params(optimizer) yields too, and add other parameters by "
+                "optimizer.add_param_group"
             )
         self.deferral.unscale(known.pairs)
         self.groups = groups
