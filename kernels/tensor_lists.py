@@ -83,12 +83,6 @@ class TensorList(list[Tensor]):
         some.kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
         return some
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> TensorList:
-        """Return other tensors with these addresses and kind, as an assumption; `now` checks it."""
-        result = TensorList(tensors)
-        result.addresses, result.kind, result.device = self.addresses, self.kind, self.device
-        return result
-
     def now(self) -> TensorList:
         """Return the tensors as they are now: this list, if each is where it was."""
         is_same = host_lists.lists.addresses(self) == self.addresses
