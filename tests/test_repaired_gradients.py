@@ -230,3 +230,21 @@ def decide_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def refuse(*_: object) -> None:
     raise AssertionError("the host waited")
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_an_overflow_after_a_step_that_raised_was_not_skipped_by_it(level: str) -> None:
+    t = Training(level, "SGD")
+    t.backward(1.0)
+
+    def fail(*_: object) -> None:
+        raise ValueError
+
+    handle = t.optimizer.register_step_pre_hook(fail)
+    with pytest.raises(ValueError):
+        t.optimizer.step()
+    handle.remove()
+    t.backward(math.inf)
+    assert not amp.step_was_skipped(t.optimizer)
+    t.optimizer.step()
+    assert amp.step_was_skipped(t.optimizer)

@@ -465,7 +465,7 @@ class Gradients:
         checked again: other code may have repaired them, or assigned earlier ones. The host waits for
         what `decide` would, and after an overflow once more.
         """
-        found = self.verdicts.found
+        found = list(self.verdicts.found)  # which later blocks change
         in_doubt = [each for each in found if each.known is not False]
         if not in_doubt:
             return found
