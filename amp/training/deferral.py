@@ -189,16 +189,11 @@ class Deferral:
         If they are to be clipped, the check finds their norms. No host sync.
         """
         of, grads, norms = new.pairs, new.of_masters.grads, None
-        bad_steps = new.of_masters.bad_steps
         if not grads:
             return
         if self.deferred is not None:
-            earlier, of_earlier = self.deferred.grads.now(), self.deferred.inv_scale
-            a, b = [1.0 if inverse is None else inverse for inverse in (inv_scale, of_earlier)]
-            made = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
-            sums, inv_scale = TensorList(made, like=grads, dtype=torch.float32), None
-            kernels.axpby.axpby(a, grads, b, earlier, sums, found_inf, bad_steps=bad_steps)
-            grads = sums
+            earlier = self.deferred.grads.now(), self.deferred.inv_scale
+            grads, inv_scale = new.of_masters.plus(inv_scale, *earlier, found_inf), None
             store_grads(of.masters)  # what is shown may be used again if nothing refers to it
             of.forget_grads()
             self.forget()
@@ -207,7 +202,7 @@ class Deferral:
             max_norm = getattr(self._optimizer, "max_grad_norm", None) if of.are_plain else None
             if found_inf is not None:
                 factor = torch.ones_like(found_inf) if inv_scale is None else inv_scale
-                found: Any = {"found_inf": found_inf, "bad_steps": bad_steps}
+                found: Any = {"found_inf": found_inf, "bad_steps": new.of_masters.bad_steps}
                 if max_norm is None:
                     kernels.unscale.check(grads, factor, **found)
                 else:
