@@ -170,12 +170,9 @@ class Optimizer:
         self.used, self.in_doubt = 0, bool(self.verdicts)
 
     def zero_grad_of_model(self) -> None:
-        """Clear what lies in the model's `.grad`."""
-        block = self.open or self.delayed
+        """Clear the gradients of the model, also those that a block hides."""
         for gradient in self.gradients.values():
-            gradient.newest = None
-            if block is None or not self.sets_aside(block):
-                gradient.total = None
+            gradient.newest = gradient.total = None
         self.is_held = None
 
     def zero_grad(self, set_to_none: bool) -> None:

@@ -71,3 +71,51 @@ def test_an_optimizer_that_was_made_to_write_zeros_writes_them(
             else:
                 assert grad is not None
                 assert not grad.any()
+
+
+CLEARS = {
+    "the model": lambda model: model.zero_grad(),
+    "a part": lambda model: model.heads.zero_grad(),
+    "a wrapper": lambda model: nn.Sequential(model).zero_grad(),
+    "zeros": lambda model: model.zero_grad(set_to_none=False),
+}
+
+
+@pytest.mark.parametrize("clears", CLEARS)
+@pytest.mark.parametrize("when", ["before backward", "after backward", "after a delay"])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdam])
+@pytest.mark.parametrize("level", [*LEVELS, "O1 and a scale of 1", "O5 and split16"])
+def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
+    level: str, optimizer_class: Any, when: str, clears: str
+) -> None:
+    level, _, what = level.partition(" and ")
+    more: dict[str, Any] = {"loss_scale": 128.0} if level in ("O1", "O2") else {}
+    more |= {"a scale of 1": {"loss_scale": 1.0}, "split16": {"master_weights": "split16"}}.get(
+        what, {}
+    )
+    model: Any = Heads()
+    made = optimizer_class(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, **more)
+    clear = CLEARS[clears]
+
+    def loss(which: list[int]) -> torch.Tensor:
+        return 3 * model(which).float().sum()
+
+    with amp.scale_loss(loss([0, 1]), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    is_delayed = when == "after a delay"
+    with amp.scale_loss(loss([1]), optimizer, delay_unscale=is_delayed) as scaled_loss:
+        if when == "before backward":
+            clear(model)
+        scaled_loss.backward()
+        if when == "after backward":
+            clear(model)
+    if is_delayed:
+        clear(model)
+        with amp.scale_loss(loss([1]), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    grads = [p.grad for p in amp.master_params(optimizer)]
+    found = [None if grad is None else float(grad.abs().max()) for grad in grads]
+    nothing = None if clears != "zeros" else 0.0
+    of_second = nothing if when == "after backward" else 6.0
+    assert found == [nothing] * 2 + [of_second] * 2

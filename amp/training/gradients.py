@@ -54,7 +54,7 @@ from operator import is_, is_not
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from amp.distributed import groups_of_meshes, place_gradients, reduce_largest
 from amp.dtypes import LOW_PRECISION
@@ -259,7 +259,7 @@ class Gradients:
     def _take_grads_of_models(self, event: str) -> None:
         """Add gradients of 16-bit parameters to those of masters, before torch 2.10.
 
-        `model.zero_grad()` does not reach the masters, so these drop theirs after a step.
+        A loop that sets `.grad` to None does not reach the masters, so these drop theirs after a step.
 
         Raises:
             AmpRuntimeError: outside of a block, and a master has a gradient already.
@@ -591,6 +591,31 @@ class Gradients:
                 pair.master.grad = grad.float()
         self._show()
         return result
+
+    def clear_hidden(self, module: nn.Module, is_to_none: bool) -> None:
+        """Remove or zero the gradients that a module's parameters do not show, as in a block.
+
+        Args:
+            module: the model or a part of it, whose own gradients are cleared.
+            is_to_none: whether gradients are removed, or get zeros.
+        """
+        pairs, aside = self.groups.pairs, self._aside
+        if not (aside or self._are_hidden or not HAS_GRAD_DTYPE):
+            return
+        parameters = set(map(id, module.parameters()))
+        masters = [pair.master for pair in pairs.pairs if id(pair.parameter) in parameters]
+        if masters:
+            self.deferral.unscale(pairs)
+        own = [parameter for parameter in aside if id(parameter) in parameters]
+        if is_to_none:
+            store_grads(masters)
+            for parameter in own:
+                del aside[parameter]
+        else:
+            for grad in (*grads_of(masters), *map(aside.get, own)):
+                if grad is not None:
+                    grad.zero_()
+        self.verdicts.may_be_of_others |= bool(self.verdicts.found)
 
     def _drop(self, is_to_none: bool = True) -> None:
         pairs = self.groups.pairs

@@ -1,5 +1,7 @@
 """Gradients of masters are hidden from Dynamo and from DDP: the masters alone have them meanwhile.
 
+Those of earlier blocks are hidden in a block too, and `model.zero_grad()` drops them there.
+
 Dynamo compiles no code of a parameter whose gradient has another dtype: it would run the code eagerly,
 or raise. DDP raises in a backward that finds such a gradient, because its buckets have the parameters'
 dtype.
@@ -7,14 +9,15 @@ dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from amp import active
+from amp.patching import Patch, around
 
 _hidden: list[list[Any]] = []
 """The `Gradients` that each compilation under way has hidden; compilations may nest."""
@@ -57,10 +60,32 @@ def _after_backward(function: Any) -> None:
 
 def _hide(sessions: Iterable[Any]) -> list[Any]:
     """Hide the gradients that are shown, and return those of which optimizers."""
-    every = [attached.gradients for session in sessions for attached in session.attached]
-    return [gradients for gradients in every if gradients.hide()]
+    return [gradients for gradients in _of(sessions) if gradients.hide()]
+
+
+def _of(sessions: Iterable[Any]) -> list[Any]:
+    return [attached.gradients for session in sessions for attached in session.attached]
 
 
 def _show(hidden: Iterable[Any]) -> None:
     for gradients in hidden:
         gradients.show()
+
+
+def _zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: bool = True) -> None:
+    """Clear the gradients of a module, those too that are hidden."""
+    original(module, set_to_none)
+    if not torch.compiler.is_compiling():
+        for gradients in _of(active.open_sessions()):
+            gradients.clear_hidden(module, set_to_none)
+
+
+PATCHES = (
+    Patch(
+        ("torch.nn.modules.module.Module",),
+        "zero_grad",
+        around(_zero_grad),
+        "in a block, gradients of earlier blocks would come back when it is left",
+    ),
+)
+"""The function that is patched in a session with a loss scale or with masters."""

@@ -74,6 +74,7 @@ def functions() -> dict[str, Call]:
         each.grad = torch.ones(8)
     average = torch.optim.swa_utils.AveragedModel(net())
     other = net()
+    five_layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     utils = nn.utils
     grads = [each.grad for each in wide]
     return {
@@ -85,6 +86,7 @@ def functions() -> dict[str, Call]:
         "clip_grad_norm_, 10 tensors": lambda: utils.clip_grad_norm_(wide, 1.0),
         "clip_grad_value_, 10 tensors": lambda: utils.clip_grad_value_(wide, 1.0),
         "get_total_norm, 10 tensors": lambda: utils.get_total_norm(grads),
+        "Module.zero_grad, 10 tensors": five_layers.zero_grad,
         "Tensor.add_, not patched": lambda: a.add_(b),
     }
 
