@@ -115,6 +115,7 @@ INSIDE = (
     "look",
     "zero_grad to None",
     "zero_grad to zeros",
+    "zero_grad of the model",
     "block of another optimizer",
     "block of another optimizer and loss",
     "nested block",
@@ -186,7 +187,7 @@ class Actions(Stage):
                 self.states_and_verdicts_are_those_of_the_table()
                 self.models_have_the_gradients_that_backward_left()
                 self.act_inside(plan)
-                if plan.inside == "zero_grad to None":  # so the block has lost its gradients
+                if plan.inside in ("zero_grad to None", "zero_grad of the model"):  # so the block has lost its gradients
                     warnings.filterwarnings("ignore", "an amp.scale_loss block has ended, and no")
                 if plan.fails == "after backward":
                     raise Planned
@@ -234,6 +235,8 @@ class Actions(Stage):
             self.write(i, plan.write)
         elif plan.inside in ("zero_grad to None", "zero_grad to zeros"):
             self.zero_grad(i, set_to_none=plan.inside.endswith("None"))
+        elif plan.inside == "zero_grad of the model":
+            self.clear_model()
         elif plan.inside in ("block of another optimizer", "block of another optimizer and loss"):
             if len(plan.which) > 1:
                 return
