@@ -187,7 +187,8 @@ class Actions(Stage):
                 self.states_and_verdicts_are_those_of_the_table()
                 self.models_have_the_gradients_that_backward_left()
                 self.act_inside(plan)
-                if plan.inside in ("zero_grad to None", "zero_grad of the model"):  # so the block has lost its gradients
+                if plan.inside in ("zero_grad to None", "zero_grad of the model"):
+                    # So the block has lost its gradients.
                     warnings.filterwarnings("ignore", "an amp.scale_loss block has ended, and no")
                 if plan.fails == "after backward":
                     raise Planned
