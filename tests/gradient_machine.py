@@ -237,7 +237,7 @@ class Actions(Stage):
         elif plan.inside in ("zero_grad to None", "zero_grad to zeros"):
             self.zero_grad(i, set_to_none=plan.inside.endswith("None"))
         elif plan.inside == "zero_grad of the model":
-            self.clear_model()
+            self.zero_grad_of_model()
         elif plan.inside in ("block of another optimizer", "block of another optimizer and loss"):
             if len(plan.which) > 1:
                 return
@@ -337,6 +337,11 @@ class Actions(Stage):
         self.is_inexact[i] = False
 
     # Steps.
+
+    def zero_grad_of_model(self) -> None:
+        self.model.zero_grad()
+        for expected in self.expected:
+            expected.zero_grad_of_model()
 
     def ahead(self, i: int) -> oracle.Optimizer:
         """Return what a step of an optimizer finds, and leave what is expected as it is."""
@@ -547,9 +552,7 @@ class Script(Actions):
     @rule()
     def clear_model(self) -> None:
         """Call `model.zero_grad()`."""
-        self.model.zero_grad()
-        for expected in self.expected:
-            expected.zero_grad_of_model()
+        self.zero_grad_of_model()
 
     @rule(i=WHICH, number=st.integers(0, 2))
     def freeze_or_thaw(self, i: int, number: int) -> None:
