@@ -3,15 +3,17 @@
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from amp.casting.module_rules import tensors_in
 from amp.casting.sharded import is_of_fsdp1
 from amp.distributed import ProcessGroup, groups_of_meshes, is_sharded, without_contained
-from amp.dtypes import LOW_PRECISION
+from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import (
     AmpIndexError,
     AmpRuntimeError,
@@ -179,18 +181,39 @@ def check_model(model: nn.Module, allow_low_precision: bool) -> None:
 
 
 def check_rules(rules: Sequence[Rule], models: Sequence[nn.Module]) -> None:
-    """Raise AmpValueError for a rule for modules that matches no module of the models."""
-    named = [each for model in models for each in model.named_modules()]
+    """Raise AmpValueError for a rule that matches no module, or no tensor whose dtype amp changes."""
+    modules = [each for model in models for each in model.named_modules()]
+    tensors = [each for model in models for each in tensors_in(model)]
     for rule in rules if models else ():
-        is_for_modules = rule.kind == "module" and not rule.optional
-        if is_for_modules and not any(rule.matches(name, module) for name, module in named):
-            known = {name for name, _ in named} | {type(module).__name__ for _, module in named}
-            hint = did_you_mean(rule.pattern, known)
+        if rule.kind == "op" or rule.optional:
+            continue
+        as_module, as_tensor = replace(rule, kind="module"), replace(rule, kind="tensor")
+        is_module = any(as_module.matches(name, module) for name, module in modules)
+        dtypes = {x.dtype for name, x in tensors if as_tensor.matches_tensor(name)}
+        if is_module if rule.kind == "module" else dtypes & CASTABLE:
+            continue
+        if rule.kind == "module":
+            known = {name for name, _ in modules} | {type(module).__name__ for _, module in modules}
+            what = f"no module of the model is named '{rule.pattern}', and none has a class of "
+            what += "that name"
+            names, other = "model.named_modules() has the names", "tensor" if dtypes else ""
+        elif dtypes:
             raise AmpValueError(
-                f"{rule.source}: no module of the model is named '{rule.pattern}', and none has a "
-                f"class of that name{hint or '. model.named_modules() has the names'}. If the "
-                f"rule is for other models, write {{module: {rule.pattern}, ..., optional: true}}"
+                f"{rule.source}: what '{rule.pattern}' names is {', '.join(map(dtype_name, dtypes))}, "
+                "and amp casts only float16, bfloat16 and float32. Leave the rule out"
             )
+        else:
+            known = {name for name, _ in tensors}
+            what = f"no parameter or buffer of the model is named '{rule.pattern}'"
+            names = "model.named_parameters() and model.named_buffers() have the names"
+            other = "module" if is_module else ""
+        hint = did_you_mean(rule.pattern, known) or f". {names}"
+        if other:
+            hint = f"; did you mean {{{other}: {rule.pattern}, ...}}?"
+        raise AmpValueError(
+            f"{rule.source}: {what}{hint}. If the rule is for other models, write "
+            f"{{{rule.kind}: {rule.pattern}, ..., optional: true}}"
+        )
 
 
 def check_optimizers(

@@ -110,6 +110,7 @@ def initialize(
 
             - `patch_torch_functions_type`: the dtype of the ops that gain from half precision.
             - `keep_norm_fp32`: all norms stay FP32 in a cast model, LayerNorm and the like too.
+            - `buffer_dtype`: float32 keeps all floating-point buffers in FP32 in a cast model.
             - `state_dtype`: how a fused optimizer keeps its moments: in bfloat16, or `"packed16"`.
             - `reduce_dtype`: the dtype in which FSDP2 reduces gradients of a cast model.
             - `protect_buffers`: running statistics survive an overflow.
@@ -117,7 +118,8 @@ def initialize(
             - `fp8`: linear layers run in FP8 or FP4, by a recipe.
             - `fp4`: the same; True is the recipe `nvfp4`.
             - `cast_model_inputs`: whether a cast model casts its inputs, and which it does not cast.
-            - `rules`: the precision of single ops and modules, on top of the profile's.
+            - `rules`: the precision of single ops, modules, parameters and buffers, on top of the
+              profile's.
 
     Returns:
         The same objects: `models` alone if `optimizers` is None, else `(models, optimizers)`. A list

@@ -120,10 +120,20 @@ def mine(x: Tensor) -> tuple[torch.dtype, torch.dtype]:
         ("{op: torch.mm, cast: float31}", r"mine.yaml:3: cast='float31' is not one of .*None"),
         (
             "{op: torch.mm, to: float32}",
-            "mine.yaml:3: a rule has no key 'to'; allowed: op, module, cast",
+            "mine.yaml:3: a rule has no key 'to'; allowed: op, module, tensor, cast",
         ),
         ("{op: torch.mm}", "mine.yaml:3: .*must have 'cast'"),
-        ("{op: torch.mm, module: head, cast: float32}", "mine.yaml:3: .*one of 'op' and 'module'"),
+        (
+            "{tensor: weight, cast: float16}",
+            "rules=tensor weight: float16 does not fit O1: weights are",
+        ),
+        ("{tensor: weight, cast: none}", "rules=tensor weight: none does not fit O1: weights are FP32"),
+        ("{tensor: 3, cast: float32}", "mine.yaml:3: tensor=3 is not a name"),
+        (
+            "{tensor: wieght, cast: float32}",
+            "mine.yaml:3: no parameter .* 'wieght'; did you mean 'weight'",
+        ),
+        ("{op: torch.mm, module: head, cast: float32}", "mine.yaml:3: .*one of 'op', 'module'"),
         ("{op: 3, cast: float32}", "mine.yaml:3: op=3 is not a name"),
         ("{op: builtins.dict.get, cast: float32}", "mine.yaml:3: .*builtins.dict is a type of Python"),
         ("{op: torch.*, cast: float32}", "mine.yaml:3: .* is too broad"),
@@ -420,6 +430,269 @@ def test_a_rule_for_no_module_is_refused_unless_it_is_optional() -> None:
         amp.initialize(model, opt_level="O2", rules=[rule])
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     amp.initialize(model, opt_level="O2", rules=[{**rule, "optional": True}])
+
+
+# Parameters and buffers.
+
+
+class Codes(nn.Module):
+    """Has a buffer and a parameter of its own, each beside a layer."""
+
+    centre: Tensor
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.register_buffer("centre", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x * self.scale - self.centre)
+
+
+class Coded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(Codes() for _ in range(2))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self.body:
+            x = each(x)
+        return self.head(x)
+
+
+def names_in(dtype: torch.dtype, model: nn.Module) -> set[str]:
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name for name, x in named if x.dtype is dtype}
+
+
+def trained(model: Any, level: str, **overrides: Any) -> tuple[Any, Any]:
+    """Train for three steps."""
+    model, optimizer = initialize(model, sgd(model), level, verbosity=0, **overrides)
+    for _ in range(3):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.parametrize(
+    ("patterns", "wide"),
+    [
+        (["body.0.centre"], {"body.0.centre"}),
+        (["*.centre"], {"body.0.centre", "body.1.centre"}),
+        (["*.scale", "*.centre"], {f"body.{i}.{x}" for i in (0, 1) for x in ("scale", "centre")}),
+        (["head.*"], {"head.weight", "head.bias"}),
+        (["body.?.fc.*"], {f"body.{i}.fc.{x}" for i in (0, 1) for x in ("weight", "bias")}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:fp8=")
+def test_tensors_by_name(level: str, patterns: list[str], wide: set[str]) -> None:
+    model = Coded()
+    before = {name: x.dtype for name, x in model.state_dict().items()}
+    rules = [{"tensor": each, "cast": "float32"} for each in patterns]
+    model, optimizer = trained(model, level, rules=rules)
+    assert names_in(WIDE, model) == wide
+    assert model.body[0](X).dtype is HALF_DTYPE[level], "layers give the model's dtype on"
+    masters = set(map(id, amp.master_params(optimizer)))
+    assert all(id(x) in masters for name, x in model.named_parameters() if name in wide), "no master"
+    assert {p.dtype for p in model.state_dict().values()} <= {WIDE, torch.long, HALF_DTYPE[level]}
+    assert copy.deepcopy(model)(X).dtype is WIDE
+    amp.get_session().close()
+    assert {name: x.dtype for name, x in model.state_dict().items()} == before
+
+
+def test_a_parameter_in_fp32_takes_steps_that_16_bits_would_lose() -> None:
+    def moved(**overrides: Any) -> float:
+        model = Coded()
+        optimizer: Any = torch.optim.SGD([model.body[0].scale], lr=1e-5)
+        model, optimizer = initialize(model, optimizer, "O3", verbosity=0, **overrides)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(X).sum().backward()
+            optimizer.step()
+        return float((model.body[0].scale.detach().float() - 1).abs().max())  # type: ignore[union-attr, operator]
+
+    assert moved() == 0
+    assert moved(rules=[{"tensor": "*.scale", "cast": "float32"}]) > 0
+
+
+@pytest.mark.parametrize(
+    ("rules", "dtype"),
+    [
+        ([("module", "body.0"), ("tensor", "*.centre")], BRAIN),
+        ([("tensor", "*.centre"), ("module", "body.0")], WIDE),
+        ([("module", "Coded"), ("tensor", "body.0.*")], BRAIN),
+    ],
+)
+def test_the_last_rule_for_a_tensor_or_its_module_wins(rules: Any, dtype: torch.dtype) -> None:
+    cast = {"module": "float32", "tensor": "bfloat16"}
+    model = Coded()
+    given = [{kind: pattern, "cast": cast[kind]} for kind, pattern in rules]
+    amp.initialize(model, opt_level="O5", rules=given)
+    assert model.body[0].centre.dtype is dtype
+    model(X).sum().backward()
+
+
+def test_a_rule_for_a_tensor_goes_over_norms_that_stay_fp32_and_over_buffer_dtype() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Codes())
+    rules = [{"tensor": x, "cast": "bfloat16"} for x in ("1.*", "2.centre")]
+    amp.initialize(model, opt_level="O5", rules=rules, buffer_dtype="float32")
+    assert names_in(WIDE, model) == set()
+    model(X).sum().backward()
+
+
+def test_a_tied_weight_is_found_by_each_of_its_names() -> None:
+    for name in ("0.weight", "2.weight"):
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.ReLU(), nn.Linear(4, 4, bias=False))
+        model[2].weight = model[0].weight
+        amp.initialize(model, opt_level="O5", rules=[{"tensor": name, "cast": "float32"}])
+        assert model[0].weight.dtype is WIDE
+        model(X).sum().backward()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("pattern", ["0.*", "0.parametrizations.*"])
+@pytest.mark.parametrize("make", ["weight_norm", "spectral_norm"])
+def test_a_rule_may_name_what_a_weight_is_computed_from(make: str, pattern: str, bias: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=bias), nn.Linear(4, 4))
+    getattr(torch.nn.utils.parametrizations, make)(model[0])
+    trained(model, "O5", rules=[{"tensor": pattern, "cast": "float32"}])
+
+
+@pytest.mark.parametrize("level", BY_OP_LEVELS)
+@pytest.mark.filterwarnings("ignore:fp8=")
+def test_where_tensors_are_fp32_anyway_a_rule_may_say_so(level: str) -> None:
+    model = Coded()
+    initialize(model, None, level, rules=[{"tensor": "*.centre", "cast": "float32"}])
+    model(X)
+    with pytest.raises(RuntimeError, match=f"does not fit {level}: weights are FP32 there, so tensors"):
+        amp.initialize(Coded(), opt_level=level, rules=[{"tensor": "*.centre", "cast": "bfloat16"}])
+
+
+@pytest.mark.parametrize("level", ["O6", "O7"])
+def test_a_layer_whose_weight_has_a_rule_is_not_in_fp8(level: str) -> None:
+    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+    rules = [{"tensor": "1.*", "cast": "float32"}]
+    with pytest.warns(amp.AmpWarning, match=r"1: the rule for '1\.\*'"):
+        amp.initialize(model, opt_level=level, rules=rules, fp8={"skip": ["0", "2"]})
+    model(torch.randn(16, 16)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            {"tensor": "body.0.center", "cast": "float32"},
+            r"rules\[0\]: no parameter or buffer .*'body.0.center'; did you mean 'body.0.centre'\?.*"
+            r"\{tensor: body.0.center, ..., optional: true\}",
+        ),
+        (
+            {"tensor": "body.0", "cast": "float32"},
+            r"no parameter or buffer .* 'body.0'; did you mean \{module: body.0, ...\}",
+        ),
+        (
+            {"module": "*.centre", "cast": "float32"},
+            r"no module .* '\*.centre', .*; did you mean \{tensor: \*.centre, ...\}",
+        ),
+        ({"tensor": "*.seen", "cast": "float32"}, r"'\*.seen' names is int64, and amp casts only"),
+        ({"tensor": "zzz", "cast": "float32"}, r"'zzz'. model.named_parameters\(\) and "),
+        (
+            {"tensor": "*.bias", "cast": "float32"},
+            r"rules\[0\]: the rule for '\*.bias' would leave several dtypes in 'body.0.fc', and Linear "
+            r"computes in one: weight bfloat16, bias float32. Give them all one "
+            r"dtype: \{tensor: 'body.0.fc.\*', cast: float32\}",
+        ),
+        (
+            {"tensor": "*.centre", "cast": None},
+            "rules=tensor \\*.centre: none does not fit O5: a tensor has to have some dtype",
+        ),
+    ],
+)
+def test_a_rule_for_tensors_that_makes_no_sense_changes_nothing(
+    rule: dict[str, Any], message: str
+) -> None:
+    model = Coded()
+    with pytest.raises(amp.AmpError, match=message):
+        amp.initialize(model, opt_level="O5", rules=[rule])
+    assert names_in(BRAIN, model) == set()
+
+
+def test_a_rule_for_tensors_of_another_model_is_optional() -> None:
+    model = Coded()
+    rule = {"tensor": "codebook", "cast": "float32", "optional": True}
+    amp.initialize(model, opt_level="O5", rules=[rule])
+    assert names_in(WIDE, model) == set()
+
+
+def test_statistics_of_a_norm_are_not_parted_from_its_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    rules = [{"tensor": "*.running_*", "cast": "bfloat16"}]
+    with pytest.raises(RuntimeError, match=r"several dtypes in '1', and BatchNorm1d computes in one"):
+        amp.initialize(model, opt_level="O5", rules=rules)
+
+
+class Mixes(nn.Module):
+    centre: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("centre", torch.eye(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) @ self.centre
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{"rules": [{"tensor": "*.centre", "cast": "float32"}]}, {"buffer_dtype": "float32"}],
+)
+def test_code_that_needs_one_dtype_is_told_where_to_cast(overrides: Any) -> None:
+    model = nn.Sequential(Mixes())
+    amp.initialize(model, opt_level="O5", **overrides)
+    with pytest.raises(RuntimeError) as caught:
+        model(X)
+    (note,) = caught.value.__notes__
+    assert "'0' (Mixes) has centre in FP32, by a rule or buffer_dtype, beside 16-bit tensors" in note
+    assert "rules=[{'module': '0', 'cast': 'float32'}]" in note
+
+
+@pytest.mark.parametrize("level", CAST_LEVELS)
+@pytest.mark.filterwarnings("ignore:fp8=")
+def test_buffer_dtype_keeps_all_floating_buffers_in_fp32(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Codes())
+    model.register_buffer("wide", torch.zeros(4, dtype=torch.float64))
+    model, _ = trained(model, level, buffer_dtype="float32")
+    norm = {"1.weight", "1.bias", "1.running_mean", "1.running_var"}
+    assert names_in(WIDE, model) == {"2.centre", *norm}
+    assert names_in(torch.float64, model) == {"wide"}
+    amp.get_session().close()
+    assert names_in(HALF_DTYPE[level], model) == set()
+
+
+def test_buffer_dtype_in_a_file_and_where_it_does_nothing(tmp_path: Path) -> None:
+    path = profile(tmp_path, "extends: O5\nbuffer_dtype: fp32\n")
+    assert amp.load_profile(path).buffer_dtype is WIDE
+    assert "buffer_dtype" in amp.load_profile(path).describe()
+    path = profile(tmp_path, "extends: O1\nbuffer_dtype: float32\n")
+    with pytest.raises(
+        RuntimeError, match=r"mine.yaml:2: buffer_dtype=float32 does not fit O1: buffers"
+    ):
+        amp.load_profile(path)
+    path = profile(tmp_path, "buffer_dtype: float32\n")
+    with pytest.raises(RuntimeError, match=r"mine.yaml:1: .*no buffer is cast there"):
+        amp.load_profile(path)
+    path = profile(tmp_path, "brief: none\nrules:\n  - {tensor: a, cast: float32}\n")
+    with pytest.raises(RuntimeError, match=r"mine.yaml:2: .*no parameter or buffer is cast there"):
+        amp.load_profile(path)
+    with pytest.raises(ValueError, match="buffer_dtype=torch.bfloat16 is not one of float32, None"):
+        amp.initialize(nn.Linear(2, 2), opt_level="O5", buffer_dtype=torch.bfloat16)
 
 
 # Explain.

@@ -7,7 +7,7 @@ pickle, DataParallel and DDP see an ordinary module.
 
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -30,7 +30,7 @@ from amp.casting.cast_hooks import (
     ruined_by_cast,
 )
 from amp.casting.hints import ModelOutput
-from amp.casting.module_rules import ruled_modules
+from amp.casting.module_rules import ruled_modules, ruled_tensors, tensors_in
 from amp.casting.scripting import NotScriptable
 from amp.casting.sharded import (
     ShardPolicies,
@@ -45,6 +45,7 @@ from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.interrupts import without_grad
+from amp.profiles.keys import shown
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -84,7 +85,9 @@ def keeps_fp32(module: nn.Module, properties: Properties) -> bool:
     if _imitates_quantization(module):
         return True
     has_statistics = isinstance(module, _BatchNorm) or getattr(module, "running_mean", None) is not None
-    if properties.keep_batchnorm_fp32 and isinstance(module, _NormBase) and has_statistics:
+    # torch takes no statistics in FP32 beside 16-bit weights.
+    keeps_statistics = properties.keep_batchnorm_fp32 or properties.buffer_dtype is not None
+    if keeps_statistics and isinstance(module, _NormBase) and has_statistics:
         return True
     return bool(properties.keep_norm_fp32) and isinstance(module, (_NormBase, *_OTHER_NORMS))
 
@@ -110,17 +113,16 @@ def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch
     Norms that the properties keep in FP32, and tensors that are neither float16, bfloat16 nor float32,
     are not cast. A user's rules take precedence, also for a tensor that other modules share.
     """
-    if not isinstance(properties.cast_model_type, torch.dtype):
+    cast = properties.cast_model_type
+    if not isinstance(cast, torch.dtype):
         return {}
-    ruled = _ruled_dtypes(model, properties.rules)
-    by_rule = {tensor: dtype for module, dtype in ruled.items() for tensor in _tensors_of(module)}
-    return {
-        tensor: by_rule.get(tensor, properties.cast_model_type)
-        for module in model.modules()
-        if module in ruled or not keeps_fp32(module, properties)
-        for tensor in _tensors_of(module)
-        if tensor.dtype in CASTABLE
-    }
+    to_be: dict[Tensor, torch.dtype | None] = {}
+    for module in model.modules():
+        if not keeps_fp32(module, properties):
+            to_be.update(dict.fromkeys(module.buffers(recurse=False), properties.buffer_dtype or cast))
+            to_be.update(dict.fromkeys(module.parameters(recurse=False), cast))
+    to_be |= {tensor: rule.dtype for tensor, rule in ruled_tensors(model, properties.rules).items()}
+    return {x: dtype for x, dtype in to_be.items() if dtype is not None and x.dtype in CASTABLE}
 
 
 class CastModel(Strategy):
@@ -167,6 +169,7 @@ class CastModel(Strategy):
                 )
 
         dtypes = dtypes_to_be(model, self.properties)
+        _check_layers(model, self.properties.rules, dtypes)
         ShardPolicies(model, self.properties, dtypes)
         _warn_of_buffers(model, dtypes)
 
@@ -236,7 +239,7 @@ class CastModel(Strategy):
             which = self.properties.cast_model_inputs
             leaves_it_to_fsdp = dtype is torch.float32 and casts_by_its_own_policy(model)
             for name, module in () if leaves_it_to_fsdp else model.named_modules():
-                needed = ruled.get(module) or _needed_input_dtype(module, dtype, gathered)
+                needed = _needed_input_dtype(module, dtype, gathered) or ruled.get(module)
                 if module is model:
                     hook = ModelInputs(model, needed or dtype, which)
                     yield module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -246,11 +249,12 @@ class CastModel(Strategy):
                     yield module.register_forward_pre_hook(CastInputs(needed), with_kwargs=True)
                 if needed not in (None, dtype) and module is not model and module not in ruled:
                     yield module.register_forward_hook(CastOutput(dtype), prepend=True)
-                if isinstance(module, ParametrizationList) and not ruled.keys().isdisjoint(
-                    module.modules()
-                ):
+                if isinstance(module, ParametrizationList):
                     layer = model.get_submodule(name.rpartition(".parametrizations.")[0])
-                    yield module.register_forward_hook(CastOutput(ruled.get(layer, dtype)))
+                    of_layer = _needed_input_dtype(layer, dtype, gathered) or ruled.get(layer, dtype)
+                    own = [x.dtype for _, x in tensors_in(module) if x.is_floating_point()]
+                    if any(each is not of_layer for each in own):
+                        yield module.register_forward_hook(CastOutput(of_layer))
         if outputs is not None:
             yield model.register_forward_hook(ModelOutput(outputs), prepend=True, always_call=True)
 
@@ -264,6 +268,29 @@ def _has_changed(before: Tensor, buffer: Tensor) -> bool:
         return bool((buffer.to(before.dtype) != before).any())
 
 
+def _check_layers(
+    model: nn.Module, rules: Sequence[Rule], dtypes: Mapping[Tensor, torch.dtype]
+) -> None:
+    """Raise AmpRuntimeError where rules for tensors leave one layer of torch with several dtypes."""
+    ruled = {x: rule for x, rule in ruled_tensors(model, rules).items() if rule.kind == "tensor"}
+    for name, module in model.named_modules() if ruled else ():
+        is_of_torch = type(module).__module__.startswith("torch.nn.modules.")
+        if not (is_of_torch and isinstance(module, (*_ONE_DTYPE_LAYERS, _NormBase))):
+            continue
+        may_differ = () if isinstance(module, _NormBase) else set(module.buffers())
+        own = [x for x in tensors_in(module) if x[1].is_floating_point() and x[1] not in may_differ]
+        to_be = {each: dtype_name(dtypes.get(x, x.dtype)) for each, x in own}
+        rule = next((ruled[x] for _, x in own if x in ruled), None)
+        if rule is not None and len(set(to_be.values())) > 1:
+            parts = ", ".join(f"{each} {dtype}" for each, dtype in to_be.items())
+            every = f"{name}.*" if name else "*"
+            raise AmpRuntimeError(
+                f"{rule.source}: the rule for '{rule.pattern}' would leave several dtypes in '{name}', "
+                f"and {type(module).__name__} computes in one: {parts}. Give them all one dtype: "
+                f"{{tensor: '{every}', cast: {shown(rule.dtype)}}}"
+            )
+
+
 def _warn_of_buffers(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> None:
     """Warn of buffers whose integers or masks a cast ruins. The host waits for the device."""
     for name, buffer in model.named_buffers():
@@ -272,10 +299,11 @@ def _warn_of_buffers(model: nn.Module, dtypes: Mapping[Tensor, torch.dtype]) -> 
             continue
         if found := ruined_by_cast(buffer, dtype):
             module = name.rpartition(".")[0]
-            rule = f", or keep its module in FP32: rules: [{{module: {module}, cast: float32}}]"
+            rule = f"its module in FP32: rules: [{{module: {module}" if module else ""
+            rule = rule or f"it in FP32: rules: [{{tensor: {name}"
             warn(
                 f"the buffer '{name}' is cast to {dtype_name(dtype)}, and holds {found}. Hold integers "
-                f"as torch.long and masks as bools{rule if module else ''}"
+                f"as torch.long and masks as bools, or keep {rule}, cast: float32}}]"
             )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from amp.casting.module_rules import ruled_modules
+from amp.casting.module_rules import ruled_modules, ruled_tensors
 from amp.casting.regions import cast_dtype
 from amp.casting.sharded import modules_of_fsdp2, params_of_fsdp2, reshard, specs_when_gathered
 from amp.casting.strategy import Strategy
@@ -331,7 +331,7 @@ def choose(
     others = [module for module in modules.values() if not isinstance(module, nn.Linear)]
     tied = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
     unused = {module.out_proj for module in others if isinstance(module, nn.MultiheadAttention)}
-    ruled = ruled_modules(model, rules)
+    ruled, ruled_weights = ruled_modules(model, rules), ruled_tensors(model, rules)
     counted_out = _counted_out(model, linears, recipe)
     number_format = recipe.number_format
     reached: dict[str, nn.Linear] = {}
@@ -346,6 +346,8 @@ def choose(
                 why = "nn.MultiheadAttention multiplies by itself"
             elif module in ruled:
                 why = f"the rule for '{ruled[module].pattern}'"
+            elif (rule := ruled_weights.get(_stored(module))) is not None and rule.kind == "tensor":
+                why = f"the rule for '{rule.pattern}'"
             else:
                 why = _skipped(name, words, recipe) or _obstacle(module, recipe)
             if why is None:

@@ -9,10 +9,19 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from amp.active import session_of
 from amp.casting.cast_hooks import CastInputs, CastOutput
+from amp.casting.module_rules import ruled_tensors
 from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.errors import first_few
 
-_OF_MIXED_DTYPES = ("same dtype", "expected scalar type", "should be the same", "dtype mismatch")
+_OF_MIXED_DTYPES = (
+    "same dtype",
+    "expected dtype",
+    "expected scalar type",
+    "should be the same",
+    "dtype mismatch",
+)
 _OF_NO_KERNEL = ("not implemented for 'Half'", "not implemented for 'BFloat16'", "Low precision dtypes")
 
 
@@ -46,6 +55,12 @@ def _hint(error: RuntimeError, model: nn.Module) -> str | None:
     hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, CastInputs)]
     own = {p.dtype for p in layer.parameters(recurse=False) if p.is_floating_point()}
     own |= {p.dtype for p in vars(layer).values() if isinstance(p, torch.Tensor)}
+    if wide := _kept_in_fp32(layer, model):
+        return (
+            f"amp: {called} has {first_few(wide)} in FP32, by a rule or buffer_dtype, beside 16-bit "
+            "tensors. Cast where they meet, as by self.codebook.to(x.dtype) or x.float()"
+            + (f"; or keep the whole module in FP32{rule}" if rule else "")
+        )
     if layer is not model and not hooks and own and not own & LOW_PRECISION:
         path = re.sub(r"[.](\d+)", r"[\1]", f"model.{names[layer]}")
         return (
@@ -65,6 +80,19 @@ def _hint(error: RuntimeError, model: nn.Module) -> str | None:
         f"amp: {called} was given tensors of several dtypes. Weights and inputs of the model were "
         "cast; cast what comes from elsewhere to the same dtype"
     )
+
+
+def _kept_in_fp32(layer: nn.Module, model: nn.Module) -> list[str]:
+    """Return the names of a module's own tensors that a rule names, or buffer_dtype, and are FP32."""
+    session = session_of(model)
+    if session is None:
+        return []
+    ruled = ruled_tensors(model, session.properties.rules)
+    wide = {x for x, rule in ruled.items() if rule.kind == "tensor"}
+    if session.properties.buffer_dtype is not None:
+        wide |= {x for x in model.buffers() if x not in ruled}
+    own = (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))
+    return [name for name, x in own if x in wide and x.dtype is torch.float32]
 
 
 def _modules_on_the_way(error: BaseException) -> Iterator[nn.Module]:

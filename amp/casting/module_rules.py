@@ -1,4 +1,4 @@
-"""Which modules a user's rules match, and how these modules run in FP32 at O1 and O4.
+"""Which modules and tensors a user's rules match, and how modules run in FP32 at O1 and O4.
 
 At these levels a matched module's class is replaced by a subclass of the same name, whose `forward`
 casts its inputs up and disables casts. Hooks could not disable them: an interrupt calls no hooks, and
@@ -6,11 +6,11 @@ Dynamo traces a `with` statement, but not a region that one hook opens and anoth
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amp.active import Caster
 from amp.casting.containers import cast_tensors
@@ -33,6 +33,25 @@ def ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, Ru
         for name, module in model.named_modules():
             if rule.matches(name, module):
                 ruled.update(dict.fromkeys(module.modules(), rule))
+    return ruled
+
+
+def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model, shared ones by each of their names."""
+    for prefix, module in model.named_modules():
+        yield from module.named_parameters(prefix=prefix, recurse=False)
+        yield from module.named_buffers(prefix=prefix, recurse=False)
+
+
+def ruled_tensors(model: nn.Module, rules: Iterable[Rule]) -> dict[Tensor, Rule]:
+    """Return the parameters and buffers that rules match, or whose modules they match, by last rule."""
+    ruled: dict[Tensor, Rule] = {}
+    named = list(tensors_in(model))
+    for rule in rules:
+        for name, module in model.named_modules() if rule.kind == "module" else ():
+            if rule.matches(name, module):
+                ruled.update(dict.fromkeys((*module.parameters(), *module.buffers()), rule))
+        ruled.update((tensor, rule) for name, tensor in named if rule.matches_tensor(name))
     return ruled
 
 

@@ -62,10 +62,11 @@ def keep_buffers(names: Iterable[str], has_amp: bool) -> str:
     """Return how to keep buffers, given by their names, in FP32: masters are for weights alone."""
     if not has_amp:
         return "Keep buffers in float32: leave out .bfloat16() and .half(), and use torch.autocast."
+    names = list(names)
     rules = dict.fromkeys(filter(None, [rule_for(name.rpartition(".")[0]) for name in names]))
-    if not rules:
-        return "Put it into a module of its own, which a rule can keep in FP32."
-    return f"Keep its module in FP32, since masters are of weights alone:\nrules: [{', '.join(rules)}]"
+    what = "its module" if rules else "it"
+    rules = rules or dict.fromkeys(rule_for(name, "tensor") for name in names)
+    return f"Keep {what} in FP32, since masters are of weights alone:\nrules: [{', '.join(rules)}]"
 
 
 def properties_of(models: Iterable[nn.Module]) -> Properties | None:

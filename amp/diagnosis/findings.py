@@ -98,8 +98,8 @@ def without_number(module: str) -> str:
     return re.sub(r"^model \d+: ", "", module)
 
 
-def rule_for(module: str) -> str:
-    """Return the rule that keeps a module in FP32, to paste into YAML; empty for a whole model.
+def rule_for(module: str, kind: str = "module") -> str:
+    """Return the rule that keeps a module or a tensor in FP32, to paste into YAML; empty for a model.
 
     The number of the model is left out: rules apply to all models.
     """
@@ -107,7 +107,7 @@ def rule_for(module: str) -> str:
 
     name = without_number(module)
     quoted = name if yaml.safe_load(name) == name else f"'{name}'"  # 0 of nn.Sequential is no name
-    return f"{{module: {quoted}, cast: float32}}" if name else ""
+    return f"{{{kind}: {quoted}, cast: float32}}" if name else ""
 
 
 def listed(names: Sequence[str], separator: str = ", ") -> str:

@@ -230,6 +230,8 @@ def _by_op_misfits(p: Properties, base: Properties) -> Iterator[Misfit]:
     for name in ("keep_batchnorm_fp32", "keep_norm_fp32"):
         if getattr(p, name) is not None:
             yield name, getattr(p, name), "norms are FP32 there already. Leave it out."
+    if p.buffer_dtype is not None:
+        yield "buffer_dtype", p.buffer_dtype, "buffers keep their dtype there. Leave it out."
     if p.master_weights is not None:
         take = f"Leave it out, or take opt_level={levels_with('master_weights')}."
         yield "master_weights", p.master_weights, f"the weights are FP32 themselves there. {take}"
@@ -241,10 +243,10 @@ def _by_op_misfits(p: Properties, base: Properties) -> Iterator[Misfit]:
         yield "patch_torch_functions_type", dtype, "say float16 or bfloat16."
     for rule in p.rules:
         # At a level with FP8, a rule for the level's own dtype keeps modules out of FP8.
-        allowed = (torch.float32, dtype) if p.fp8 else (torch.float32,)
-        if rule.kind == "module" and rule.dtype not in allowed:
-            names = " and ".join(map(shown, allowed))
-            remedy = f"weights are FP32 there, so modules can be cast to {names} only; ops to anything."
+        allowed = (torch.float32, dtype) if p.fp8 and rule.kind == "module" else (torch.float32,)
+        if rule.kind != "op" and rule.dtype not in allowed:
+            names, kind = " and ".join(map(shown, allowed)), rule.kind
+            remedy = f"weights are FP32 there, so {kind}s can be cast to {names} only; ops to anything."
             yield "rules", rule, remedy
 
 
@@ -257,10 +259,14 @@ def _misfits(p: Properties) -> Iterator[Misfit]:
         if value:
             levels = levels_with("patch_torch_functions")
             yield name, value, f"functions cast only at opt_level={levels}. Take one of these."
+    if p.buffer_dtype is not None and not p.casts_model:
+        yield "buffer_dtype", p.buffer_dtype, "no buffer is cast there. Leave it out."
     for rule in p.rules:
-        if rule.kind == "module" and rule.dtype is None:
-            dtypes = "Say float32, float16 or bfloat16."
-            yield "rules", rule, f"a module's weights have to have some dtype. {dtypes}"
+        if rule.kind != "op" and rule.dtype is None:
+            what = "a module's weights have" if rule.kind == "module" else "a tensor has"
+            yield "rules", rule, f"{what} to have some dtype. Say float32, float16 or bfloat16."
+        elif rule.kind == "tensor" and not p.casts_model:
+            yield "rules", rule, "no parameter or buffer is cast there. Leave it out."
 
 
 def _fp8_misfits(p: Properties) -> Iterator[Misfit]:

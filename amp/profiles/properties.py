@@ -77,6 +77,8 @@ class Properties:
             its own.
         keep_batchnorm_fp32: norms with running statistics stay FP32 in a cast model.
         keep_norm_fp32: all norms do: LayerNorm, GroupNorm, RMSNorm and InstanceNorm too.
+        buffer_dtype: float32 keeps all floating-point buffers in FP32 in a cast model, and norms with
+            running statistics; none casts them as weights.
         master_weights: the optimizer steps FP32 copies of 16-bit weights; split16 and kahan keep them
             in 16 bits, split24 in 8 bits with stochastic rounding.
         state_dtype: the moments of a fused optimizer, rounded stochastically: bfloat16, or packed16,
@@ -90,7 +92,7 @@ class Properties:
         cast_model_inputs: a cast model casts floating inputs; `{except: [positions, rope.*]}` leaves
             arguments and modules of these names alone.
         cast_model_outputs: dtype of the model's outputs; none is FP32 where the model is cast.
-        rules: precision of single ops and modules.
+        rules: precision of single ops, modules, parameters and buffers.
     """
 
     opt_level: str | None = None
@@ -103,6 +105,7 @@ class Properties:
     patch_torch_functions_type: torch.dtype | None = key(None, _DTYPE)
     keep_batchnorm_fp32: bool | None = key(None, OneOf(True, False, None, error=AmpAssertionError))
     keep_norm_fp32: bool | None = key(None, OneOf(True, False, None))
+    buffer_dtype: torch.dtype | None = key(None, OneOf(FLOAT32, None))
     master_weights: bool | LeanMasters | None = key(None, _MASTERS)
     state_dtype: StateDtype | None = key(None, _STATE)
     reduce_dtype: torch.dtype | None = key(None, _DTYPE)
@@ -184,6 +187,7 @@ class Overrides(TypedDict, total=False):
     patch_torch_functions_type: _Dtype | None
     keep_batchnorm_fp32: bool | str | None
     keep_norm_fp32: bool | str | None
+    buffer_dtype: _Dtype | None
     master_weights: bool | str | None
     state_dtype: _Dtype | None
     reduce_dtype: _Dtype | None

@@ -1,10 +1,11 @@
-"""A user's own precision rules for ops and modules: the `rules:` of a profile.
+"""A user's own precision rules for ops, modules and tensors: the `rules:` of a profile.
 
 rules:
   - {op: torch.nn.functional.softmax, cast: float32}
   - {op: torch.fft.*, cast: float32}
   - {module: "head.*", cast: float32}
   - {module: torch.nn.LayerNorm, cast: float32}
+  - {tensor: "*.running_count", cast: float32}
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from torch import nn
 from amp.errors import AmpTypeError, AmpValueError, brief
 from amp.profiles.keys import Key, OneOf, find_key, parse_glob, shown, wrong_type
 
-Kind = Literal["op", "module"]
+Kind = Literal["op", "module", "tensor"]
 _parse_kind = OneOf(*get_args(Kind))
 _parse_cast = OneOf(torch.float16, torch.bfloat16, torch.float32, None)
 _parse_optional = OneOf(True, False)
@@ -31,15 +32,16 @@ MOST_RULES = 1000
 
 @dataclass(frozen=True)
 class Rule:
-    """The precision of an op or of some modules.
+    """The precision of an op, or of some modules, or of some parameters and buffers.
 
     Attributes:
-        kind: `op` or `module`.
+        kind: `op`, `module` or `tensor`.
         pattern: for an op, its full dotted name, whose last part may be a glob. For modules, a glob
-            over their names in the model, or the name of a class, dotted or not.
-        dtype: the dtype that they run in; None lets an op follow its input.
+            over their names in the model, or the name of a class, dotted or not. For parameters and
+            buffers, a glob over their names in the model.
+        dtype: the dtype that they run in, or that tensors have; None lets an op follow its input.
         source: where the rule was written, for messages.
-        optional: whether a rule for modules may match none.
+        optional: whether a rule for modules or tensors may match none.
 
     Raises:
         AmpValueError: a value that is not allowed.
@@ -74,6 +76,10 @@ class Rule:
             or any(self.pattern in _names_of(cls) for cls in type(module).__mro__[:-1])
         )
 
+    def matches_tensor(self, name: str) -> bool:
+        """Whether the rule is for the parameter or buffer of this name in its model."""
+        return self.kind == "tensor" and fnmatchcase(name, self.pattern)
+
 
 def _names_of(cls: type) -> tuple[str, ...]:
     """Return the names of a module's class, with torch's public one, such as `torch.nn.LayerNorm`."""
@@ -87,7 +93,7 @@ def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[
     if value is None:
         return ()
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
-        remedy = "give a list of {op: ..., cast: ...} and {module: ..., cast: ...}"
+        remedy = "give a list of {op: ..., cast: ...}, {module: ..., ...} and {tensor: ..., ...}"
         raise wrong_type(name, value, remedy)
     if len(value) > MOST_RULES:
         raise AmpValueError(f"{name} has {len(value)} rules; at most {MOST_RULES} are allowed")
@@ -115,7 +121,7 @@ def _from_mapping(item: Any, source: str) -> Rule:
     kinds = [kind for kind in get_args(Kind) if item.get(kind) is not None]
     if len(kinds) != 1 or "cast" not in item:
         raise AmpValueError(
-            f"{brief(dict(item))} must have 'cast' and one of 'op' and 'module', "
+            f"{brief(dict(item))} must have 'cast' and one of 'op', 'module' and 'tensor', "
             "such as {op: torch.fft.*, cast: float32}"
         )
     return Rule(kinds[0], item[kinds[0]], item["cast"], source, item.get("optional", False))

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from amp.casting.by_model import keeps_fp32
 from amp.casting.by_op import CastOps
-from amp.casting.module_rules import ruled_modules
+from amp.casting.module_rules import ruled_modules, ruled_tensors
 from amp.casting.policy import OpRule, describe
 from amp.diagnosis.findings import short_path, without_number
 from amp.diagnosis.ledger import Call
@@ -18,6 +18,7 @@ from amp.diagnosis.places import modules_of
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
+from amp.profiles.keys import shown
 from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.trials.checking import a_forward
@@ -150,11 +151,13 @@ class _Explainer:
         self._modules = modules_of(shadow.models)
         self._properties, self._caster = None, None
         self._ruled: dict[nn.Module, Rule] = {}
+        self._ruled_tensors: dict[Tensor, Rule] = {}
         if session is not None:
             self._properties = session.properties
             self._caster = next((x for x in session.strategies if isinstance(x, CastOps)), None)
             for model in shadow.models.values():
                 self._ruled |= ruled_modules(model, session.properties.rules)
+                self._ruled_tensors |= ruled_tensors(model, session.properties.rules)
 
     def explained(self, call: Call) -> Explained:
         """Explain a call."""
@@ -174,6 +177,11 @@ class _Explainer:
         module = self._modules[call.place.module]
         weights = {dtype_name(x.dtype): None for x in module.parameters(recurse=False)}
         held = f"; its weights are {', '.join(weights)}" if weights else ""
+        for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            by_name = self._ruled_tensors.get(x)
+            if by_name is not None and by_name.kind == "tensor":
+                said = f"'{by_name.pattern}' says {shown(by_name.dtype)} ({by_name.source})"
+                held += f"; a rule for {said}" if said not in held else ""
         if properties is None or not (properties.casts_model or properties.patch_torch_functions):
             return f"follows its input, or torch.autocast where it is on: no level is in force{held}."
         if call.takes[1:] and call.takes[-1].itemsize == 1:

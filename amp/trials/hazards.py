@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
-from amp.casting.module_rules import ruled_modules
+from amp.casting.module_rules import ruled_modules, ruled_tensors
 from amp.diagnosis.advice import keep_wide
 from amp.diagnosis.diagnose import computes_in_half, unchecked
 from amp.diagnosis.findings import Finding, grouped, one_a_rule
@@ -56,10 +56,12 @@ def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
     if not properties.casts_model:
         return
     chosen, ruled = dtypes_to_be(model, properties), ruled_modules(model, properties.rules)
+    by_name = ruled_tensors(model, properties.rules)
     holders: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
-            if parameter.dtype in CASTABLE:
+            is_named = parameter in by_name and by_name[parameter].kind == "tensor"
+            if parameter.dtype in CASTABLE and not is_named:
                 holders[parameter].append(name)
     for parameter, names in holders.items():
         rules = {name: ruled.get(model.get_submodule(name)) for name in names}
