@@ -19,6 +19,7 @@ from amp.errors import AmpRuntimeError, warn
 from amp.kernels.host_lists import load_in_background
 from amp.masters import averages
 from amp.masters.saved_models import install_hooks
+from amp.moving_tensors import MovingTensors
 from amp.patching import Patches
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import hidden_gradients, synchronization
@@ -139,6 +140,9 @@ class Setup:
         for model in self._models:
             undo.callback(session.stay_with(model))
         session.models += map(weakref.ref, self._models)
+        if session.properties.master_weights and self._models:
+            session.observers.append(watch := MovingTensors(self._models))
+            undo.if_it_fails.append(functools.partial(session.observers.remove, watch))
         session.synchronization.watch(self._models)
         if session.properties.protect_buffers and session.properties.loss_scaling.check:
             session.running_stats.watch(self._models, undo)

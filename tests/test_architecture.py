@@ -24,6 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "session",
         "setup",
         "arguments",
+        "moving_tensors",
         "checkpoint",
         "dcp",
     ),

@@ -180,6 +180,11 @@ PATCHES = (
 """The functions that are patched in a session with masters, or with weights in 16 bits."""
 
 
+def is_exact(tensor: Tensor) -> bool:
+    """Whether `lerp_` moves a tensor, or another one in its storage, with FP32 values behind it."""
+    return tensor.untyped_storage() in _exact
+
+
 def forget_averages() -> None:
     """Forget the FP32 values of 16-bit averages, once no open session may move them."""
     if not any(session.properties.has_half for session in active.open_sessions()):

@@ -334,13 +334,14 @@ class Unattached:
 
     def __init__(self) -> None:
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.known: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The optimizers that have stepped."""
         self._hook: RemovableHandle | None = None
 
     def watch(self, models: Iterable[nn.Module]) -> None:
         """Warn of optimizers that step weights of these models too."""
         self._models.update(models)
-        self._known.clear()
+        self.known.clear()
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self)
 
@@ -353,9 +354,9 @@ class Unattached:
 
     def __call__(self, optimizer: Any, *_: object) -> None:
         """Look at an optimizer that is about to step for the first time."""
-        if torch.compiler.is_compiling() or optimizer in self._known:
+        if torch.compiler.is_compiling() or optimizer in self.known:
             return
-        self._known.add(optimizer)
+        self.known.add(optimizer)
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         half = (p for model in self._models for p in model.parameters() if p.dtype in LOW_PRECISION)
         if innermost(optimizer) is optimizer and any(id(parameter) in stepped for parameter in half):

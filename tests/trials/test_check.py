@@ -206,6 +206,8 @@ def tied() -> nn.Module:
         ("O2", [{"module": "Linear", "cast": "float32"}], ["tied"]),
         ("O2", [{"module": "[02]", "cast": "float32"}], []),
         ("O2", [{"module": "1", "cast": "float32"}], []),
+        ("O2", [{"tensor": "2.weight", "cast": "float32"}], []),
+        ("O2", [{"module": "2", "cast": "float32"}, {"tensor": "0.*", "cast": "float16"}], []),
         ("O1", [{"module": "2", "cast": "float32"}], []),
     ],
 )

@@ -118,6 +118,14 @@ def test_of_two_rules_for_a_module_the_last_one_is_named() -> None:
     assert (second.takes, second.gives) == (("float32",), ("float32",))
 
 
+def test_a_rule_for_tensors_is_named_where_they_are_used() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    rules = [{"tensor": "1.*", "cast": "float32"}]
+    first, second = amp.explain(model, torch.ones(2, 4), "linear", opt_level="O5", rules=rules).calls
+    assert "a rule" not in first.rule
+    assert "its weights are float32; a rule for '1.*' says float32 (rules[0])." in second.rule
+
+
 def test_a_call_that_is_made_again_is_counted() -> None:
     class Twice(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
