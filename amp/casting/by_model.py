@@ -283,11 +283,11 @@ def _check_layers(
         rule = next((ruled[x] for _, x in own if x in ruled), None)
         if rule is not None and len(set(to_be.values())) > 1:
             parts = ", ".join(f"{each} {dtype}" for each, dtype in to_be.items())
-            every = f"{name}.*" if name else "*"
+            where, every = (f"'{name}'", f"{name}.*") if name else ("the model", "*")
             raise AmpRuntimeError(
-                f"{rule.source}: the rule for '{rule.pattern}' would leave several dtypes in '{name}', "
-                f"and {type(module).__name__} computes in one: {parts}. Give them all one dtype: "
-                f"{{tensor: '{every}', cast: {shown(rule.dtype)}}}"
+                f"{rule.source}: the rule for '{rule.pattern}' would leave several dtypes in "
+                f"{where}, and {type(module).__name__} computes in one: "
+                f"{parts}. Give them all one dtype: {{tensor: '{every}', cast: {shown(rule.dtype)}}}"
             )
 
 
