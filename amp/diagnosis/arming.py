@@ -15,7 +15,8 @@ from torch import nn
 from amp import distributed
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import gathered, named_models, open_scale
-from amp.diagnosis.findings import Report
+from amp.diagnosis.findings import Finding, Report
+from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.places import has_modes
 from amp.diagnosis.shadow import Shadow
 from amp.observers import Observer, watch_forwards
@@ -44,6 +45,7 @@ class Armed(Observer):
 
     def __init__(self, session: Any) -> None:
         self._session = weakref.ref(session)
+        self.unfollowed = Unfollowed()
         self._shadow: Shadow | None = None
         self._open = ExitStack()  # the shadow, or the wait for a forward
         self._stepped: set[int] = set()
@@ -66,13 +68,16 @@ class Armed(Observer):
         self._open.close()
         self._open.callback(watch_forwards(self, session, session.live_models()))
 
+    @guarded
     def forward_begins(self, session: Any, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Start to watch, at the beginning of a forward."""
         if torch.is_grad_enabled() and not has_modes():
             self._open.close()
             self._stepped.clear()
             scale = functools.partial(open_scale, session.attached)
-            shadow = Shadow(named_models(session.live_models(), "diagnose"), scale)
+            self.unfollowed = Unfollowed()
+            models = named_models(session.live_models(), "diagnose")
+            shadow = Shadow(models, scale, self.unfollowed)
             self._shadow = self._open.enter_context(shadow)
             self._shadow.note_arguments(model, args, kwargs)
 
@@ -86,8 +91,10 @@ class Armed(Observer):
         if is_again or self._stepped >= set(map(id, session.attached)):
             shadow = self._shadow
             self.session_ends(session)
-            findings = gathered(findings_of(shadow))
-            session.last_report = Report(findings, len(shadow.ops), distributed.world_size())
+            findings = gathered(_found_by(shadow) or [])
+            session.last_report = Report(
+                findings, len(shadow.ops), distributed.world_size(), unfollowed=self.unfollowed
+            )
             if distributed.rank() == 0:  # whatever the verbosity
                 text = "an iteration after a streak of overflows was watched:\n%s"
                 logger.warning(text, session.last_report)
@@ -99,3 +106,8 @@ class Armed(Observer):
         """Stop watching."""
         self._shadow = None
         self._open.close()
+
+
+@guarded
+def _found_by(shadow: Shadow) -> list[Finding]:
+    return findings_of(shadow)

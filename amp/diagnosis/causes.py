@@ -135,6 +135,10 @@ def _causes(shadow: Shadow) -> list[Op]:
     starts = (shadow.gradients.bad_loss, *shadow.gradients.bad.values(), *shadow.bad_weights.values())
     bad = ancestors(shadow.ops, starts, only_bad=True)
     roots = [op for op in bad if not op.bad.parents and not (op.is_constant and op.bad.is_minus_inf)]
+    if roots and roots[0].is_constant:  # as in the FP8 scale of a batch that is not finite
+        before = (op for op in shadow.ops.values() if op.number < roots[0].number)
+        given = [op for op in before if op.bad.sources and not op.bad.is_minus_inf]
+        roots = [*given[:1], *roots]
     if any(op.is_collective for op in roots):  # it is another rank's
         return [op for op in roots if not op.is_collective]
     of_masks = [op for op in bad if shadow.gradients.bad_loss and _reduces(op)]  # as a mean over them

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from amp import distributed
 from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.findings import Finding, Report, exact
+from amp.diagnosis.guard import guarded
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError
@@ -58,15 +59,21 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
         with trace:
             yield report
     finally:
-        found = findings_of(trace)
-        weights = [x for x in still_in(trace, found) if x.owned.kind == "weight"]
-        found += stands_still(weights, bool(attached))
-        report.findings, report.ops = found, len(trace.ops)
+        report.unfollowed, report.ops = trace.unfollowed, len(trace.ops)
+        report.findings = _found_by(trace, attached) or []
+    report.findings = gathered(report.findings)  # not after an error, which other ranks may not have
+    report.ranks = distributed.world_size()
+
+
+@guarded
+def _found_by(trace: Shadow, attached: Sequence[AttachedOptimizer]) -> list[Finding]:
+    found = findings_of(trace)
+    weights = [x for x in still_in(trace, found) if x.owned.kind == "weight"]
+    found += stands_still(weights, bool(attached))
     if found and found[0].reached:
         loose = [one.owner.properties for one in attached if not is_checked([one])]
         found += [x for properties in loose[:1] for x in unchecked(properties, False)]
-    report.findings = gathered(found)
-    report.ranks = distributed.world_size()
+    return found
 
 
 def open_scale(attached: Sequence[AttachedOptimizer]) -> Tensor | None:

@@ -9,6 +9,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from amp.diagnosis.guard import Unfollowed
+
 CAUSES = {
     "range": "a number is too large for the format",
     "absorbed range": "a number is too large for the format, and no gradient shows it",
@@ -172,12 +174,14 @@ class Report:
         ops: how many ops were watched.
         ranks: how many processes the findings come from.
         about: what was watched, in one line, if the training of a script was.
+        unfollowed: counts what could not be watched, because the watch itself raised an error.
     """
 
     findings: list[Finding] = field(default_factory=list)
     ops: int = 0
     ranks: int = 1
     about: str = ""
+    unfollowed: Unfollowed = field(default_factory=Unfollowed)
 
     @property
     def is_healthy(self) -> bool:
@@ -190,12 +194,13 @@ class Report:
         return self.findings[0].cause if self.findings else None
 
     def __str__(self) -> str:
-        if not self.findings:
-            return f"healthy: nothing found in {self.ops} ops"
-        return said_of(self.findings, self.ranks > 1)
+        said = said_of(self.findings, self.ranks > 1)
+        lines = [said or f"healthy: nothing found in {self.ops} ops", str(self.unfollowed)]
+        return "\n".join(filter(None, lines))
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dict for `json.dumps`."""
         about = {"about": self.about} if self.about else {}
         findings = list(map(asdict, self.findings))
-        return {**about, "healthy": self.is_healthy, "ops": self.ops, "findings": findings}
+        lost = {"unfollowed": str(self.unfollowed)} if self.unfollowed.count else {}
+        return {**about, "healthy": self.is_healthy, "ops": self.ops, **lost, "findings": findings}

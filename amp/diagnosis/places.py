@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from amp.diagnosis.guard import guarded
+
 _TORCH, _AMP = (
     str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules["amp"])
 )
@@ -78,7 +80,7 @@ class Places(AbstractContextManager["Places"]):
     """
 
     def __init__(self, models: Mapping[str, nn.Module], shadow: Any) -> None:
-        self._models, self._shadow = models, shadow
+        self._models, self._shadow, self.unfollowed = models, shadow, shadow.unfollowed
         self._names: dict[int, str] = {}
         self._forward: dict[int, Place] = {}  # by the number of the autograd node
         self._thread = _Thread()
@@ -88,6 +90,8 @@ class Places(AbstractContextManager["Places"]):
         with ExitStack() as stack:
             for name, module in modules_of(self._models).items():
                 self._names.setdefault(id(module), name)
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # which takes no hooks
                 hook = Hook(self._enter_module)
                 before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                 after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
@@ -118,12 +122,14 @@ class Places(AbstractContextManager["Places"]):
     def _module(self) -> str:
         return next((name for name in reversed(self._thread.modules) if name), "")
 
+    @guarded
     def _enter_module(self, module: nn.Module, args: Any, kwargs: Any = None) -> None:
         self._thread.modules.append(self._names.get(id(module), ""))
         is_model = any(module is model for model in self._models.values())
         if is_model and kwargs is not None:  # else the hook was removed by one before it
             self._shadow.model_called(module, args, kwargs)
 
+    @guarded
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._thread.modules:
             self._thread.modules.pop()
@@ -134,7 +140,7 @@ class Places(AbstractContextManager["Places"]):
         """Call a torch function; the ops inside it get its name."""
         if self._thread.function:  # the outermost one counts
             return function(*args, **kwargs)
-        self._thread.function = _name_of(function)
+        self._thread.function = self._called(function) or ""
         try:
             result = function(*args, **kwargs)
         finally:
@@ -145,6 +151,10 @@ class Places(AbstractContextManager["Places"]):
     def of_call(self, function: Any) -> Place:
         """Return where a function is called that has just returned."""
         return Place(_name_of(function), self._module, *user_line())
+
+    @guarded
+    def _called(self, function: Any) -> str:
+        return _name_of(function)
 
 
 class _Thread(threading.local):
@@ -225,7 +235,7 @@ def innermost_mode() -> Any:
 
 def file_of_caller() -> str:
     """Return the file that called the torch function which has just returned."""
-    told_by = ("places.py", "ledger.py", "shadow.py", "overrides.py")
+    told_by = ("guard.py", "places.py", "ledger.py", "shadow.py", "overrides.py")
     return next(x for frame in _frames() if not (x := frame.f_code.co_filename).endswith(told_by))
 
 

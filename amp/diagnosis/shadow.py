@@ -4,6 +4,9 @@ A dispatch mode sees the ops below autocast and autograd, forward, backward and 
 so casts are ops like others. The step's own tensors are only read: its results are bitwise the same as
 without the shadow. Control flow, random numbers and indices are those of the step, so nothing has to be
 aligned. A result that is inf or NaN has parents: the ops that made its inputs.
+
+An error in the shadow itself never reaches the step: see `amp.diagnosis.guard`. The op's results are
+taken for exact then.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +32,15 @@ from amp import active
 from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
 from amp.diagnosis.advice import properties_of
+from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
-from amp.diagnosis.memories import Memories, Value, inputs_of, largest_from_inputs
+from amp.diagnosis.memories import Memories, Value, inputs_of, largest_from_inputs, own_part
 from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, modules_of, user_line
 from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source, origin
 from amp.diagnosis.seen_gradients import SeenGradients
 from amp.diagnosis.twins import (
+    computable,
     difference,
     floats_in,
     fresh_in,
@@ -52,12 +57,31 @@ PASSED = 4
 """So many ops may be between what a tensor holds and what is copied to it in its place."""
 
 
+class _Begun(NamedTuple):
+    """What is known of an op before it runs.
+
+    Attributes:
+        place: where it was called.
+        phase: as of a `Finding`.
+        counts: whether the ledger counts it.
+        values: what it reads, by the id of the tensor.
+        written: the floating tensors that it writes to.
+    """
+
+    place: Place
+    phase: str
+    counts: bool
+    values: dict[int, Value]
+    written: list[Tensor]
+
+
 class Shadow(Observer):
     """Runs every op twice while it is open. The host waits for the device after each op.
 
     Args:
         models: the models whose modules, parameters and buffers are named, by the prefix of the names.
         open_scale: returns the loss scale while the gradients in `.grad` are scaled, else None.
+        unfollowed: counts errors of the shadow itself; by default a new one.
 
     Attributes:
         models: the models, by the prefix of the names.
@@ -77,6 +101,7 @@ class Shadow(Observer):
         self,
         models: Mapping[str, nn.Module],
         open_scale: Callable[[], Tensor | None] = lambda: None,
+        unfollowed: Unfollowed | None = None,
     ) -> None:
         self.models = models
         self.ops: dict[int, Op] = {}
@@ -86,6 +111,7 @@ class Shadow(Observer):
         self.bad_weights: dict[str, int] = {}
         self.cast_buffers = cast_buffers_of(models)
         self.without_twin = 0
+        self.unfollowed = Unfollowed() if unfollowed is None else unfollowed
         self.failed: Place | None = None
         self.properties = properties_of(models.values())
         self._places = Places(models, self)
@@ -122,6 +148,10 @@ class Shadow(Observer):
 
     def __exit__(self, *exception: object) -> None:
         self._open.close()
+        self._note_bad_weights()
+
+    @guarded
+    def _note_bad_weights(self) -> None:
         bad = ((name, self.memories[x].bad) for name, x in self.named_parameters())
         self.bad_weights = {name: made for name, made in bad if made}
 
@@ -133,17 +163,21 @@ class Shadow(Observer):
 
     # Called by hooks and modes.
 
+    @guarded
     def _unseen(self, note: Callable[..., None], *args: Any) -> None:
         """Call a function whose own ops have no shadow."""
         with torch.no_grad(), _disable_current_modes():
             note(*args)
 
+    @guarded
     def _begin_step(self, *_: Any) -> None:
         self._is_stepping = True
 
+    @guarded
     def _end_step(self, *_: Any) -> None:
         self._is_stepping = False
 
+    @guarded
     def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Note the arguments of a model, and what its first forward costs."""
         self.note_arguments(model, args, kwargs)
@@ -151,25 +185,30 @@ class Shadow(Observer):
             self._called.add(id(model))
             self.ledger.is_open = True
 
+    @guarded
     def note_arguments(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Record the names of the arguments that a model's tensors come in by."""
         for name, x in _named(model, args, kwargs):
             self.memories.own("argument", name, x)
             self.memories[x].before = None  # a cast back is of this model
 
+    @guarded
     def function_called(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """Note a call of a torch function."""
         if self.ledger.is_open:
             self.ledger.call_ends(self._places.of_call(function), function, args, kwargs, result)
 
+    @guarded
     def backward_begins(self, losses: Sequence[Tensor]) -> None:
         """Note the loss scale, and the tensors that a backward starts from."""
         self._unseen(self.gradients.note_losses, losses)
 
+    @guarded
     def unscaling(self, grads: Sequence[Tensor], inv_scale: Tensor) -> None:
         """Note gradients that an `amp.GradScaler` unscales."""
         self._unseen(self.gradients.note_unscale, grads, inv_scale)
 
+    @guarded
     def step_ends(self, attached: Any) -> None:
         """Take for exact what kernels of this library wrote, which no mode sees."""
         for group in attached.optimizer.param_groups:
@@ -183,30 +222,54 @@ class Shadow(Observer):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, and again on twins, and note what is wrong."""
+        begun = self._op_begins(func, args, kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:
+            self.failed = self.failed or (begun and begun.place)
+            raise
+        if begun is None or not self._op_ends(begun, func, args, kwargs, result):
+            self._forget_op(func, args, kwargs, result)
+        return result
+
+    @guarded
+    @torch.no_grad()
+    def _op_begins(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Begun:
+        """Find where an op is called, and note what it reads and is about to write."""
         place, phase = self._places.here(func.overloadpacket.__name__)
         if self._is_stepping and phase == "forward":
             place, phase = Place(place.op, place.module, *user_line(in_packages=False)), "step"
         counts = self.ledger.is_open and phase == "forward"
-        written, inputs = written_by(func, args, kwargs), floats_in((args, kwargs))
-        with torch.no_grad():
-            if phase != "backward":
-                self.lost.note_scalars(place, func, args)
-            values = {id(x): self.memories.read(x) for x in inputs}
-            for x in written:
-                self.memories.before_write(x)
-        try:
-            result = func(*args, **kwargs)
-        except Exception:
-            self.failed = self.failed or place
-            raise
-        with torch.no_grad():
-            if counts:
-                self.ledger.op_ends(place, func, args, kwargs, result)
-            if not func.is_view and (inputs or floats_in(result)):
-                scale = self.gradients.scale if phase == "backward" else 1.0
-                op = Op(len(self.ops) + 1, place, phase, func, scale)
-                self._shadow(op, args, kwargs, result, values, written)
-        return result
+        written = written_by(func, args, kwargs)
+        if phase != "backward":
+            self.lost.note_scalars(place, func, args)
+        values = {id(x): self.memories.read(x) for x in floats_in((args, kwargs))}
+        for x in written:
+            self.memories.before_write(x)
+        return _Begun(place, phase, counts, values, written)
+
+    @guarded
+    @torch.no_grad()
+    def _op_ends(
+        self, begun: _Begun, func: Any, args: Any, kwargs: dict[str, Any], result: Any
+    ) -> bool:
+        """Do an op that has run on twins, and return that this was possible."""
+        place, phase, counts, values, written = begun
+        if counts:
+            self.ledger.op_ends(place, func, args, kwargs, result)
+        if not func.is_view and (values or floats_in(result)):
+            scale = self.gradients.scale if phase == "backward" else 1.0
+            op = Op(len(self.ops) + 1, place, phase, func, scale)
+            self._shadow(op, args, kwargs, result, values, written)
+        return True
+
+    @guarded
+    def _forget_op(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Take the results of an op that could not be followed for exact."""
+        written = written_by(func, args, kwargs)
+        for x in (*written, *fresh_in(result, written)):
+            self.memories.forget(x)
+            self.memories[x].made = self.memories[x].bad = 0
 
     def _shadow(
         self,
@@ -286,14 +349,15 @@ class Shadow(Observer):
                 self._note_bad_input(op, value)
         if bad:
             op.is_bad, op.gives = True, bad[0].dtype
-            op.bad.has_nan = any(bool(x.isnan().any()) for x in bad)
+            wide = list(map(computable, bad))
+            op.bad.has_nan = any(bool(x.isnan().any()) for x in wide)
             op.bad.is_exact = any(not is_finite(self.memories.twin(x)) for x in bad)
             made = self.memories[bad[0]].made if op.aten == "copy_" else 0
             if made and self.ops[made].is_collective:  # gloo copies its result when it is waited for
                 op.bad.parents.append(made)
                 op.bad.sources.clear()
             op.bad.is_minus_inf = not op.bad.has_nan and all(
-                bool((x[x.isinf()] < 0).all()) for x in bad
+                bool((x[x.isinf()] < 0).all()) for x in wide
             )
             if "softmax" in op.aten and op.phase != "backward":
                 reals = [value.real for value in values.values() if value.real.dim()]
@@ -343,7 +407,8 @@ def _source_of(value: Value) -> Source:
     owned, most = value.memory.owned, largest(value.exact)
     if owned.kind in ("weight", "buffer") and owned.tensor is not None and not math.isfinite(most):
         most = largest_in_master(owned.tensor)
-    index = tuple((~value.real.isfinite()).nonzero()[0].tolist())
+    seen = [x for x in (owned.tensor, value.real) if x is not None and not is_finite(x)]
+    index = tuple((~computable(own_part(seen[0])).isfinite()).nonzero()[0].tolist())
     return Source(owned, index, most if math.isfinite(most) else None)
 
 

@@ -27,8 +27,8 @@ CANNOT_RUN = (RuntimeError, TypeError, NotImplementedError)
 
 def is_float(x: Any) -> bool:
     """Whether something is a dense tensor of floating or complex numbers with values."""
-    if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
-        return False
+    if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x) or x.is_nested or x._is_zerotensor():
+        return False  # the last has no memory: the tangents of constants are zeros without any
     is_dense = x.layout is torch.strided and not x.is_meta and x.numel() > 0
     return is_dense and (x.is_floating_point() or x.is_complex())
 
@@ -45,8 +45,12 @@ def as_real(x: Tensor) -> Tensor:
 
 def largest(x: Tensor) -> float:
     """Return the largest magnitude; inf or NaN if there is one. The host waits for the device."""
-    x = x.float() if x.dtype.itemsize == 1 else x
-    return float(torch.linalg.vector_norm(x.detach(), math.inf).item())
+    return float(torch.linalg.vector_norm(computable(x.detach()), math.inf).item())
+
+
+def computable(x: Tensor) -> Tensor:
+    """Return a tensor in a dtype that torch computes in: FP8 as FP32."""
+    return x.float() if x.dtype.itemsize == 1 else x
 
 
 def is_finite(x: Tensor) -> bool:

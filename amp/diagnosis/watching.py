@@ -3,7 +3,8 @@
 Some steps of the training have a shadow. The first window begins when the first optimizer is made,
 since masks, positions and noise come before a forward; later ones begin with a forward, since warm-ups
 and moments show late. A window ends with the first forward after all optimizers have stepped, so that
-averages of weights are in it. All steps are looked at cheaply: see `amp.diagnosis.looks`.
+averages of weights are in it. All steps are looked at cheaply: see `amp.diagnosis.looks`. An error in
+any of this never reaches the training: see `amp.diagnosis.guard`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from amp.diagnosis.attaching import Training, described, models_in_memory, optim
 from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, grouped, one_a_rule
+from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.looks import COMPENSATION, Looks
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import own_part
@@ -62,8 +64,9 @@ class TrainingWatch(Training, Observer):
 
     def __init__(self, at: Sequence[int] = AT) -> None:
         super().__init__()
+        self.unfollowed = Unfollowed()
         self._looks = Looks(self)
-        self.report, self.steps = Report(), 0
+        self.report, self.steps = Report(unfollowed=self.unfollowed), 0
         self._due = sorted(at)
         self._first: int | None = None  # the id of the optimizer whose steps are counted
         self._shadow: Shadow | None = None
@@ -88,6 +91,8 @@ class TrainingWatch(Training, Observer):
 
     def __exit__(self, *exception: object) -> None:
         self.look()
+        if self._shadow is not None:  # an error has left it open
+            self._shadow.__exit__(None, None, None)
         super().__exit__(*exception)
 
     @property
@@ -108,14 +113,17 @@ class TrainingWatch(Training, Observer):
 
     # Windows.
 
+    @guarded
     def optimizer_made(self, optimizer: Optimizer) -> None:
         """Begin the first window, or begin it anew with the models of this optimizer too."""
         self._restart()
 
+    @guarded
     def initialize_begins(self, session: Any, models: Sequence[nn.Module]) -> None:
         """Do not watch amp's casts of weights, which have masters."""
         self._cancel()
 
+    @guarded
     def initialize_ends(
         self, session: Any, models: Sequence[nn.Module], optimizers: Sequence[Any]
     ) -> None:
@@ -125,6 +133,7 @@ class TrainingWatch(Training, Observer):
         self._is_dynamic |= any(scaler.config.dynamic for scaler in session.scalers)
         self._restart()
 
+    @guarded
     def root_called(self, model: nn.Module, args: Any) -> None:
         """End a window that has had its steps, or begin one that is due."""
         is_inside = self._shadow is not None and self._mode is not innermost_mode()
@@ -165,8 +174,9 @@ class TrainingWatch(Training, Observer):
         if not self._models:
             return
         self._due = [step for step in self._due if step > self.steps + 1]
-        self._shadow = shadow = Shadow(prefixed(self._models), self._scale)
+        shadow = Shadow(prefixed(self._models), self._scale, self.unfollowed)
         shadow.__enter__()
+        self._shadow = shadow
         self._mode = innermost_mode()
         self._stepped.clear()
         self._is_empty = True
@@ -195,6 +205,7 @@ class TrainingWatch(Training, Observer):
         if self._drop() is not None:
             self._due.insert(0, self.steps + 1)
 
+    @guarded
     def look(self, is_last: bool = True) -> None:
         """End a window if one is open, and put what was found into the report.
 
@@ -215,6 +226,7 @@ class TrainingWatch(Training, Observer):
         found = [*first, *buffers, *seen, *still, *last]
         self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)
 
+    @guarded
     def backward_begins(self, losses: list[Tensor]) -> None:
         """Note how large losses are, and the first that is not finite in a step without a shadow.
 
@@ -252,6 +264,7 @@ class TrainingWatch(Training, Observer):
                 findings[at[0]] = replace(one, advice=todo)
         return findings
 
+    @guarded
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
         is_dynamic = self._is_dynamic or self._looks.has_scaler
@@ -287,31 +300,37 @@ class TrainingWatch(Training, Observer):
 
     # Events that only the cheap looks are at.
 
+    @guarded
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Look for a gradient scaler that is missing, or passed over."""
         self._looks.optimizer_steps(optimizer)
 
+    @guarded
     def autocast_left(self) -> None:
         """Note that no cast of weights is kept."""
         self._looks.autocast_left()
 
+    @guarded
     def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
         """Look for buffers that a cast has rounded."""
         self._looks.module_cast(module, before)
 
     # Counting steps.
 
+    @guarded
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Count a step, unless it is one of amp's or of a gradient scaler, which may skip it."""
         self._looks.optimizer_stepped(optimizer)
         if AttachedOptimizer.of(optimizer) is None and not self.is_in_scaler:
             self._count(optimizer)
 
+    @guarded
     def step_ends(self, attached: AttachedOptimizer) -> None:
         """Count a step of amp's, taken or skipped."""
         if not self.is_in_scaler:
             self._count(attached.optimizer)
 
+    @guarded
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Count a step of a gradient scaler, taken or skipped."""
         self._looks.scaler_called(name, scaler, given)
