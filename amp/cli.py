@@ -31,8 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; return its exit status."""
     given = sys.argv[1:] if argv is None else list(argv)
     script, status = None, 0
-    if sys.stdout is None:  # closed, as under some daemons
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 (for the rest of the process)
+    _open_closed_streams()
     try:
         if given[:1] == ["run"] and given[1:2] not in (["-h"], ["--help"]):  # the rest is the script's
             script = runner(given[1:])
@@ -58,6 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if script is not None:
         script()  # its errors are its own
     return status
+
+
+def _open_closed_streams() -> None:
+    """Open what a daemon has closed: files that are opened later must not get these numbers."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(number, True)
+    os.close(number)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 (it stays open)
 
 
 def _commands() -> "list[Command]":

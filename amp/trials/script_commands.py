@@ -19,8 +19,10 @@ from amp.terminal.text import Printer
 from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
 from amp.trials.explaining import chosen
 from amp.trials.injecting import AS_IS
-from amp.trials.scripts import Script
+from amp.trials.scripts import Script, wait_for_ranks
 
+_MOST_STEPS = 10_000
+"""Each of them takes as long as many steps."""
 _SCRIPT = (
     argument("script", "a script that trains, with amp or without it", nargs="?"),
     argument("-m", "a module, as python -m takes it, instead", dest="module"),
@@ -90,13 +92,13 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
     exit status: 0 healthy, 1 something was found, 2 an error
     """
     what = _script_of(arguments)
-    if arguments.steps < 1:
-        raise AmpValueError(f"--steps {arguments.steps} must be at least 1")
+    if not 1 <= arguments.steps <= _MOST_STEPS:
+        raise AmpValueError(f"--steps {arguments.steps} must be from 1 to {_MOST_STEPS}")
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)
     given = [step.strip() for step in arguments.at.split(",")]
     at = sorted({int(step) if step.isdecimal() else 0 for step in given})
-    if at[0] < 1:
+    if at[0] < 1 or at[-1] > sys.maxsize:
         raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
     options = {"steps": arguments.steps, "at": at}
     script = Script(what, Progress(arguments.json))
@@ -120,6 +122,9 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
     if error:
         printer.line(f"the script failed: {error}")
     data = {**found.to_json(), "warnings": script.warnings, "error": error}
+    if rank is not None and not arguments.json:
+        printer.stream.flush()
+        wait_for_ranks()  # torchrun ends the others when the first one exits with 1
     return Answer(data, found.is_healthy)
 
 

@@ -48,6 +48,7 @@ def main(job: str) -> None:
     """
     given = json.loads(job)
     threading.Thread(target=_end_with, args=[given["alive"]], daemon=True).start()
+    process = os.getpid()
     found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "scale": None, "warnings": []}
     injected: Injected | None = None
 
@@ -61,10 +62,15 @@ def main(job: str) -> None:
             torch.save(found, file)
 
     def tell(*_: Any) -> None:
-        os.write(given["steps"], f"{watcher.steps} {watcher.last_step}\n".encode())
+        if os.getpid() == process:
+            os.write(given["steps"], f"{watcher.steps} {watcher.last_step}\n".encode())
 
     def end() -> None:
+        if os.getpid() != process:
+            return  # a fork of the script's: what it trains is not seen
         save()
+        if threading.current_thread() is not threading.main_thread():
+            os._exit(0)  # an exception would end this thread alone
         raise _EnoughError
 
     def warned(*args: Any, **kwargs: Any) -> None:
@@ -87,6 +93,8 @@ def main(job: str) -> None:
                 stack.enter_context(_Guard(watcher, end))
         register_optimizer_step_post_hook(tell)
         found["error"], found["traceback"] = _error_of(run)
+        if os.getpid() != process:
+            os._exit(bool(found["error"]))
         if not watcher.is_complete:
             save()
     # Do not wait for threads that the script has left running, such as a logger's.

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed
 
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
@@ -155,11 +156,11 @@ def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, An
         )
         os.close(theirs)
         try:
-            while process.poll() is None:
-                if select.select([steps], [], [], 0.2)[0]:
-                    if not (said := os.read(steps, 4096)):
-                        break
-                    tell(*map(int, said.rpartition(b"\n")[0].splitlines()[-1].split()))
+            try:
+                _tell_steps(process, steps, tell)
+            except KeyboardInterrupt:  # what was found so far is the result; a second one ends this
+                os.killpg(process.pid, signal.SIGINT)
+                _tell_steps(process, steps, tell)
             status = process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -179,11 +180,39 @@ def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, An
     return found
 
 
+def _tell_steps(process: Any, steps: int, tell: Callable[[int, int], None]) -> None:
+    """Pass on how many steps a process has made, until it ends or closes its end of the pipe."""
+    while process.poll() is None:
+        if select.select([steps], [], [], 0.2)[0]:
+            if not (said := os.read(steps, 4096)):
+                break
+            tell(*map(int, said.rpartition(b"\n")[0].splitlines()[-1].split()))
+
+
+_PATIENCE = timedelta(seconds=60)
+
+
+def wait_for_ranks() -> None:
+    """Wait until all ranks of this job of torchrun have come here, or for a minute."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return  # no other process keeps the store
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    size, run = int(os.environ["WORLD_SIZE"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    with contextlib.suppress(RuntimeError, ValueError):  # a rank is gone, or the store is
+        distributed: Any = torch.distributed  # without a store where torch was built without it
+        store = distributed.TCPStore(host, port, is_master=False, timeout=_PATIENCE)
+        if store.add(f"reamp/{run}/ranks", 1) == size:
+            store.set(f"reamp/{run}/done", "")
+        store.wait([f"reamp/{run}/done"], _PATIENCE)
+
+
 _LONGEST = 2000
 """How many characters of a script's stderr are shown."""
 _START = """import sys
-sys.path.append(sys.argv[1])
+sys.path.insert(0, sys.argv[1])
 from amp.trials.script_process import main
+sys.path.append(sys.path.pop(0))
 main(sys.argv[2])
 """
-"""The child's code. It sets `sys.path`, since other programs would read an environment variable too."""
+"""The child's code. It sets `sys.path`, since other programs would read an environment variable too.
+The root is first for this import, since there may be an `amp.py` beside the script."""

@@ -28,7 +28,7 @@ def samples() -> Iterator[tuple[str, Any, Any]]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     for op in op_db:
-        for dtype in {torch.float32, torch.complex64} & op.supported_dtypes("cpu"):
+        for dtype in {torch.float32, torch.complex64}.intersection(op.supported_dtypes("cpu")):
             try:
                 given = op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd)
                 chosen = list(itertools.islice(given, SAMPLES))

@@ -126,8 +126,8 @@ def forward_derivatives() -> Tensor:
     model = nn.Linear(4, 4)
     x = torch.ones(2, 4)
     warnings.simplefilter("ignore")  # torch scripts its derivatives, which is deprecated
-    out, tangent = torch.func.jvp(lambda x: torch.sgn(model(x)) + x, (x,), (x,))
-    return (out + tangent + model(x)).sum()
+    both: Any = torch.func.jvp(lambda x: torch.sgn(model(x)) + x, (x,), (x,))
+    return (sum(both) + model(x)).sum()
 
 
 def nested() -> Tensor:
@@ -181,8 +181,10 @@ def test_an_inf_in_the_batch_of_a_model_in_fp8_is_found_at_its_place(level: str)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     x = torch.randn(32, 32)
     x[17, 9] = math.inf
-    with amp.diagnose(model, optimizer) as report:
-        with amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+    with (
+        amp.diagnose(model, optimizer) as report,
+        amp.scale_loss(model(x).float().pow(2).mean(), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
     assert report.cause == "data"
     assert "argument 'input' is not finite at [17, 9]" in str(report)
