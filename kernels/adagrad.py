@@ -31,12 +31,12 @@ def _prepare(numbers, t, of_tensor, n):
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt, divide):
+def _update(p, g, moments, prepared, sqrt, divide, plus):
     (total,) = moments
     rate, eps, l2, decay = prepared
-    g = g + l2 * p
+    g = plus(g, l2, p)
     total = total + g * g
-    return p - rate * (divide(g, sqrt(total) + eps) + decay * p), (total,)
+    return p - rate * plus(divide(g, sqrt(total) + eps), decay, p), (total,)
 
 
 def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:

@@ -55,18 +55,18 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt, divide):
+def _update(p, g, moments, prepared, sqrt, divide, plus):
     m, v = moments
     keep, l2, beta1, new1, beta2, new2, size, root, eps = prepared
     p = p * keep
-    g = g + l2 * p
+    g = plus(g, l2, p)
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
     return p - divide(size * m, sqrt(v) * root + eps), (m, v)
 
 
 @jit
-def _update_decoupled(p, g, moments, prepared, sqrt, divide):
+def _update_decoupled(p, g, moments, prepared, sqrt, divide, plus):
     m, v = moments
     keep, _, beta1, new1, beta2, new2, size, root, eps = prepared
     m = beta1 * m + new1 * g

@@ -53,6 +53,14 @@ template <class T> static inline void merge(const T *parameter, float *master, i
     else write(Floats::blendv(theirs, ours, is_kept), master, n);
 }
 
+/* See rule.py. All elements of the factor are the same, and a branch that they all take costs nothing. */
+static inline Floats plus_product(const Floats &x, const Floats &factor, const Floats &y)
+{
+    float first;
+    std::memcpy(&first, &factor, sizeof first);
+    return first == 0 ? x : x + factor * y;
+}
+
 /* Vectors of a compiler, which it converts in registers. */
 template <class T, int64_t N> using Vector [[gnu::vector_size(sizeof(T) * N)]] = T;
 constexpr int64_t HALF = WIDTH / 2;

@@ -110,6 +110,10 @@ _IN_CPP = Functions(
 )
 
 
+def _plus_product(x: _Expression, factor: _Expression, y: _Expression) -> _Expression:
+    return x.call("plus_product", factor, y)
+
+
 class Update(NamedTuple):
     """What a step does to all elements of some tensors.
 
@@ -153,9 +157,8 @@ def plan_loop(
     if not is_suited:
         return indices, None
     types = tuple([(name, TYPES[dtype]) for name, dtype in dtypes.items()])
-    present = tuple([number is not None for number in update.numbers])
     elements = sum(lists["param"].kind.sizes)
-    made_of = update.formula, types, present, update.own_bits is not None, update.merges
+    made_of = update.formula, types, len(update.numbers), update.own_bits is not None, update.merges
     loop = loop_for(source_of, made_of, "the optimizer step", elements)
     if loop is None:
         return indices, None
@@ -168,8 +171,7 @@ def plan_loop(
         keys, origins = update.own_bits[0].tolist(), update.own_bits[1]
         columns += zip(*[(keys[i], *origins[i][1:]) for i in flat], strict=True)
     rows = rows_of([*lists.values()], flat, *columns)
-    there = [number for number in update.numbers if number is not None]
-    floats = (ctypes.c_float * len(there))(*there)
+    floats = (ctypes.c_float * len(update.numbers))(*update.numbers)
     return left, functools.partial(loop, rows, len(flat), floats, torch.get_num_threads())
 
 
@@ -227,7 +229,7 @@ def _load(key: tuple[Any, ...], purpose: str, compiles: bool = True) -> None:
 def source_of(
     formula: Formula,
     types: Sequence[tuple[str, str]],
-    there: Sequence[bool],
+    numbers: int,
     is_random: bool,
     merges: bool = False,
 ) -> str:
@@ -236,7 +238,7 @@ def source_of(
     Args:
         formula: see `Update`.
         types: the name of each list, and its C++ type.
-        there: which of the numbers are not None.
+        numbers: how many numbers the formula takes, with the scale.
         is_random: whether tensors have origins.
         merges: see `Update`.
     """
@@ -252,9 +254,7 @@ def source_of(
         )
         return _Expression(body, f"read_bits({pointer}, n)", "Ints")
 
-    count = itertools.count()
-    scale: Any
-    scale, *numbers = [_Expression(body, f"numbers[{next(count)}]") if x else None for x in there]
+    scale, *prepared = [_Expression(body, f"numbers[{k}]") for k in range(numbers)]
     of_low = type_of["param"] == "c10::Half", 8 if low == "int8_t" else 16
     p = join_halves(read("param", True), read("low", True), *of_low, _IN_CPP) if low else read("param")
     if merges:
@@ -267,7 +267,8 @@ def source_of(
         key = _Expression(body, f"Ints((int32_t)({origin})[0])", "Ints")
         first = plain(mixed)(_Expression(body, f"index_of({origin}, i)", "Ints") ^ key)
         second = plain(mixed)(first + key)
-    p, new = formula(p, read("grad") * scale, old, numbers, _Expression.sqrt, operator.truediv)
+    functions = _Expression.sqrt, operator.truediv, _plus_product
+    p, new = formula(p, read("grad") * scale, old, prepared, *functions)
     results: dict[str, Any] = {"model": p, "param": p}
     if is_packed:
         m, v = new
@@ -285,7 +286,7 @@ def source_of(
     written = [name for name, _ in types if name != "grad"]
     lines = [statement % name for statement, name in body.items()]
     lines += [f"write({results[name].name}, {name}_at, n);" for name in written]
-    return loop_over(types, lines, sum(there), 4 * is_random)
+    return loop_over(types, lines, numbers, 4 * is_random)
 
 
 def loop_over(

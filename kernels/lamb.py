@@ -59,26 +59,26 @@ def _at(numbers: list[float], t: float, norms: tuple[float, float] | None) -> Pr
 
 
 @jit
-def _direction(p, g, moments, prepared, sqrt, divide):
+def _direction(p, g, moments, prepared, sqrt, divide, plus):
     m, v = moments
     _, l2, decay, beta1, new1, beta2, new2, mean, root, eps = prepared
-    g = g + l2 * p
+    g = plus(g, l2, p)
     m = beta1 * m + new1 * g
     v = beta2 * v + new2 * g * g
-    return divide(mean * m, sqrt(v) * root + eps) + decay * p, (m, v)
+    return plus(divide(mean * m, sqrt(v) * root + eps), decay, p), (m, v)
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt, divide):
-    direction, moments = _direction(p, g, moments, prepared, sqrt, divide)
+def _update(p, g, moments, prepared, sqrt, divide, plus):
+    direction, moments = _direction(p, g, moments, prepared, sqrt, divide, plus)
     return p - prepared[0] * direction, moments
 
 
 def _plain_update(
-    p: Tensor | TensorGroup, g: Any, moments: Any, prepared: Any, sqrt: Any, divide: Any
+    p: Tensor | TensorGroup, g: Any, moments: Any, prepared: Any, *functions: Any
 ) -> tuple[Any, Any]:
     *prepared, adapts = prepared
-    direction, moments = plain(_direction)(p, g, moments, prepared, sqrt, divide)
+    direction, moments = plain(_direction)(p, g, moments, prepared, *functions)
     size = prepared[0]
     if adapts:
         of_param, of_direction = norms_of(p), norms_of(direction)

@@ -29,7 +29,7 @@ def _prepare(numbers, t, of_tensor, n):
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt, divide):
+def _update(p, g, moments, prepared, sqrt, divide, plus):
     (m,) = moments
     lr, keep, beta1, new1, beta2, new2 = prepared
     direction = beta1 * m + new1 * g
@@ -37,7 +37,7 @@ def _update(p, g, moments, prepared, sqrt, divide):
     return p * keep - lr * sign, (beta2 * m + new2 * g,)
 
 
-def _plain_update(p: Tensor, g: Tensor, moments: Any, prepared: Any, sqrt: Any, divide: Any) -> Any:
+def _plain_update(p: Tensor, g: Tensor, moments: Any, prepared: Any, *functions: Any) -> Any:
     (m,) = moments
     lr, keep, beta1, new1, beta2, new2 = prepared
     return p * keep - lr * (beta1 * m + new1 * g).sign(), (beta2 * m + new2 * g,)

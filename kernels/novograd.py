@@ -67,10 +67,10 @@ def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt, divide):
+def _update(p, g, moments, prepared, sqrt, divide, plus):
     (m,) = moments
     factor, decay, beta1, fresh, size, keep = prepared
-    m = beta1 * m + fresh * (g * factor + decay * p)
+    m = beta1 * m + fresh * plus(g * factor, decay, p)
     return p * keep - size * m, (m,)
 
 

@@ -25,7 +25,7 @@ from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
 from amp.kernels.master_copy import merged
 from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
-from amp.kernels.rule import Origin, Prepared, StepArguments, Streams, singles
+from amp.kernels.rule import Origin, Prepared, StepArguments, Streams, plus_product_plainly, singles
 from amp.kernels.split import decode, encode
 
 _data: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # also where a subclass has another one
@@ -298,7 +298,8 @@ def _applied(update: Update, streams: Streams) -> Sequence[Any]:
         moments = tuple([streams[name].to(to) for name in _moments_in(streams)])
     scale, *prepared = update.numbers
     g = streams["grad"].to(to) * scale
-    return p, *update.formula(p, g, moments, prepared, IN_TORCH.sqrt, operator.truediv)
+    functions = IN_TORCH.sqrt, operator.truediv, plus_product_plainly
+    return p, *update.formula(p, g, moments, prepared, *functions)
 
 
 def _both_moments(words: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,8 +15,8 @@ from amp.kernels.update_scale import widest
 Numbers = tuple[float | Tensor, ...]
 """Hyper-parameters, in a rule's order: each a Python number or a tensor of one element."""
 
-Prepared = tuple[float | None, ...]
-"""The numbers that an update takes, the same for all elements of a tensor. None leaves a term out."""
+Prepared = tuple[float, ...]
+"""The numbers that an update takes, the same for all elements of a tensor."""
 
 Streams = dict[str, Any]
 """The tensors of a step by name, each a `TensorList`, or a tensor, all of one shape: `param`, `grad`,
@@ -70,8 +70,8 @@ class UpdateRule(NamedTuple):
             None if they are unknown, and returns as its last number whether they are to be computed.
             None where `prepare` serves both.
         update: takes a parameter, its gradient, a tuple of its moments, the prepared numbers and
-            functions for a square root and a division; returns the new parameter and a tuple of new
-            moments. Triton and plain torch both run it.
+            functions for a square root, a division and `plus_product`; returns the new parameter and a
+            tuple of new moments. Triton and plain torch both run it.
         direction: as `update`, but returns the direction of the step in place of the new parameter. A
             rule with a direction uses the norms of parameters and directions as the tensor's own
             numbers.
@@ -153,6 +153,20 @@ def square_root(x):
 def quotient(x, y):
     """Return x / y, rounded to nearest even, as torch has it."""
     return tl.div_rn(x, y)
+
+
+@jit
+def plus_product(x, factor, y):
+    """Return x + factor * y, but x where the factor is 0, even if y is infinite or NaN.
+
+    A term that a hyper-parameter leaves out is no 0 * inf then, but left out, as in `torch.optim`.
+    """
+    return tl.where(factor == 0.0, x, x + factor * y)
+
+
+def plus_product_plainly(x: Any, factor: float, y: Any) -> Any:
+    """Do what `plus_product` does in plain torch, where the factor is a number of the host."""
+    return x if factor == 0 else x + factor * y
 
 
 @jit

@@ -29,7 +29,7 @@ def _numbers(group: Mapping[str, Any]) -> Numbers:
 def _prepare(numbers, t, of_tensor, n):
     lr, before, after, momentum, fresh, nesterov = numbers
     keep = tl.where(t == 1.0, 0.0, momentum)
-    along_g = tl.where(nesterov != 0.0, lr, 0.0)
+    along_g = tl.where(nesterov != 0.0, -lr, 0.0)
     along_m = tl.where(nesterov != 0.0, lr * momentum, lr)
     return before, keep, tl.where(t == 1.0, 1.0, fresh), 1.0 - lr * after, along_g, along_m
 
@@ -37,17 +37,17 @@ def _prepare(numbers, t, of_tensor, n):
 def _at(numbers: list[float], t: float, of_tensor: float | None) -> Prepared:
     lr, before, after, momentum, fresh, nesterov = numbers
     keep, fresh = (0.0, 1.0) if t == 1 else (momentum, fresh)
-    along_g, along_m = (lr, lr * momentum) if nesterov else (0.0, lr)
+    along_g, along_m = (-lr, lr * momentum) if nesterov else (0.0, lr)
     return before, keep, fresh, 1 - lr * after, along_g, along_m
 
 
 @jit
-def _update(p, g, moments, prepared, sqrt, divide):
+def _update(p, g, moments, prepared, sqrt, divide, plus):
     (m,) = moments
     before, momentum, fresh, keep, along_g, along_m = prepared
-    g = g + before * p
-    m = momentum * m + fresh * g
-    return p * keep - along_g * g - along_m * m, (m,)
+    g = plus(g, before, p)
+    m = plus(fresh * g, momentum, m)
+    return plus(p * keep, along_g, g) - along_m * m, (m,)
 
 
 @jit
@@ -57,9 +57,9 @@ def _prepare_without_momentum(numbers, t, of_tensor, n):
 
 
 @jit
-def _update_without_momentum(p, g, moments, prepared, sqrt, divide):
+def _update_without_momentum(p, g, moments, prepared, sqrt, divide, plus):
     lr, decay = prepared
-    return p - lr * (g + decay * p), moments
+    return p - lr * plus(g, decay, p), moments
 
 
 SGD = UpdateRule((), _numbers, _prepare_without_momentum, None, _update_without_momentum)

@@ -60,7 +60,7 @@ from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.master_copy import merged_block
 from amp.kernels.packing import NEAREST, bfloat16_bits, inverse, mixed, packed, unpacked
 from amp.kernels.plainstep import measure_plainly, plan_step
-from amp.kernels.rule import Origin, StepArguments, UpdateRule, quotient, square_root
+from amp.kernels.rule import Origin, StepArguments, UpdateRule, plus_product, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tensor_lists import TensorList, dense
 
@@ -290,7 +290,7 @@ def _step_block(
         for k in tl.static_range(MOMENTS):
             moment = tl.load(pointers[2 + k] + i, mask=mask, other=0.0).to(tl.float32)
             moments = moments + (moment,)  # noqa: RUF005
-    result, moments = UPDATE(p, g, moments, prepared, square_root, quotient)
+    result, moments = UPDATE(p, g, moments, prepared, square_root, quotient, plus_product)
     if MEASURES:
         result = tl.where(mask, result, 0.0)
         return tl.sum(p * p, axis=0), tl.sum(result * result, axis=0)
