@@ -12,6 +12,7 @@ from torch import Tensor
 from amp.dtypes import SCALABLE
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, shape_of
 from amp.kernels.tensor_lists import has_no_memory, local
+from amp.optimizers.state_dicts import PACKED
 from amp.state_checks import as_float
 
 if TYPE_CHECKING:
@@ -51,6 +52,59 @@ def check_betas(betas: Any) -> None:
         check_range(name, beta, below=1.0)
 
 
+def check_state(optimizer: FusedOptimizer) -> None:
+    """Raise AmpValueError if a parameter's state is none that a step could have made."""
+    for i, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            _check_entries(optimizer, _called(group, i, place), parameter)
+
+
+def unusable_entry(optimizer: FusedOptimizer, parameter: Tensor) -> str | None:
+    """Return the name of an entry of a parameter's state that no step could have made, or None."""
+    moments = (*optimizer._moments(), PACKED)
+    state = optimizer.state.get(parameter, {})
+    for name in (*moments, "step", *optimizer._scalars):
+        value = state.get(name, parameter)
+        x: Any = local(value) if isinstance(value, Tensor) else None
+        if (
+            x is None
+            or x.is_nested
+            or x.layout is not torch.strided
+            or x.is_quantized
+            or x.is_complex()
+        ):
+            return name
+        has_no_values = x.is_meta and not local(parameter).is_meta
+        has_shape = value.shape == parameter.shape if name in moments else value.numel() == 1
+        if has_no_values or not (has_shape or value is parameter):
+            return name
+    return None
+
+
+def _check_entries(optimizer: FusedOptimizer, called: str, parameter: Tensor) -> None:
+    """Raise AmpValueError if a parameter's state is none that a step could have made."""
+    if (name := unusable_entry(optimizer, parameter)) is None:
+        return
+    value = optimizer.state[parameter][name]
+    where = f" on {value.device}" if isinstance(value, Tensor) and value.is_meta else ""
+    is_number = name == "step" or name in optimizer._scalars
+    expected = "one element" if is_number else f"shape {tuple(parameter.shape)}"
+    raise AmpValueError(
+        f"the state of {called} has no usable '{name}': it is {brief(value)}{where}; expected a dense "
+        f"tensor of real numbers, of {expected}. Repair optimizer.state, or load a state dict of a "
+        f"{type(optimizer).__name__}"
+    )
+
+
+def _called(group: Mapping[str, Any], index: int, place: int) -> str:
+    """Return how to call a parameter of a group in a message."""
+    called = (
+        f"param_groups[{index}]['params'][{place}], of shape {tuple(group['params'][place].shape)},"
+    )
+    names = group.get("param_names")
+    return f"'{names[place]}', {called}" if names else called
+
+
 def check_batch(optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise if a step cannot take a gradient, or the state. Nothing has been stepped then.
 
@@ -60,13 +114,11 @@ def check_batch(optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Seq
         lists: the result of `Batch.tensors`.
     """
     group = optimizer.param_groups[batch.index]
-    names = group.get("param_names")
     kept = *optimizer._kept(group), "step"
     for i, (place, parameter) in enumerate(zip(batch.places, batch.stepped, strict=True)):
-        called = f"param_groups[{batch.index}]['params'][{place}], of shape {tuple(parameter.shape)},"
-        if names:
-            called = f"'{names[place]}', {called}"
+        called = _called(group, batch.index, place)
         state = optimizer.state.get(parameter, {})
+        _check_entries(optimizer, called, parameter)
         tensors = {name: some[i] for name, some in lists.items()}
         tensors |= {name: local(state[name]) for name in kept if isinstance(state.get(name), Tensor)}
         _check_tensors(optimizer, parameter, called, tensors)

@@ -19,7 +19,7 @@ from amp.kernels import host_lists
 from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import are_same
 from amp.optimizers.batches import Batches
-from amp.optimizers.checks import check_betas, check_range
+from amp.optimizers.checks import check_betas, check_range, unusable_entry
 from amp.optimizers.fused_step import Ready, step_batches
 from amp.optimizers.state_dicts import PACKED, as_own_state, pack_moments, unpack_moments
 from amp.profiles.properties import STATE_DTYPES, StateDtype
@@ -198,8 +198,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["state_dtype"] = self.state_dtype
             for parameter in group["params"]:
-                if not (state := self.state.get(parameter)):
-                    continue
+                if not (state := self.state.get(parameter)) or unusable_entry(self, parameter):
+                    continue  # the step refuses it by name
                 dtype = self.kept_dtype or parameter.dtype
                 if dtype is torch.int16:
                     pack_moments(state, parameter)

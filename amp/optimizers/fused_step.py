@@ -63,7 +63,7 @@ def _look_at(
             lists["lows"], *state = batch.own_lists([lists["lows"], *columns])
         else:
             state = batch.own_lists(columns)
-    except (KeyError, TypeError):  # there is no state yet, or not all of it
+    except (KeyError, TypeError, AttributeError, RuntimeError):  # not all of it is there, or is usable
         state = None
     kinds = [] if state is None else kinds_of([*lists.values(), *state])
     if not kinds or kinds != batch.checked:

@@ -19,6 +19,18 @@ _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 """Settings that are a bool, or None."""
 
 
+_MOMENTS = {
+    **dict.fromkeys(("Adam", "AdamW", "NAdam", "RAdam", "SparseAdam"), ("exp_avg", "exp_avg_sq")),
+    "Adadelta": ("square_avg", "acc_delta"),
+    "Adagrad": ("sum",),
+    "Adamax": ("exp_avg", "exp_inf"),
+    "ASGD": ("ax",),
+    "RMSprop": ("square_avg",),
+    "Rprop": ("prev", "step_size"),
+}
+"""The entries that torch's optimizers need of each parameter that has any."""
+
+
 def structure_of(
     checks: StateChecks, optimizer: Any, state_dict: Any, may_have_others: bool = False
 ) -> tuple[dict[str, Any], dict[Any, Tensor]]:
@@ -153,6 +165,8 @@ def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
     has_one_shape = not isinstance(optimizer, (torch.optim.Adafactor, torch.optim.LBFGS))
     for key, entry in own["state"].items():
         path, parameter = f"state_dict['state'][{brief(key)}]", found[key]
+        for name in _MOMENTS.get(type(optimizer).__name__, ()) if entry else ():
+            checks.tensor_like(entry, name, path, parameter, may_be_inf=True)
         for name, value in entry.items():
             if name == "step":
                 entry[name] = checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
@@ -160,5 +174,7 @@ def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
                 entry[name] = checks.scalar(entry, name, path)
             elif isinstance(value, Tensor) and (has_one_shape or value.shape == parameter.shape):
                 entry[name] = checks.tensor_like(entry, name, path, parameter, may_be_inf=True)
+            elif has_one_shape and value is not None:  # such as no momentum of SGD's
+                entry[name] = checks.scalar(entry, name, path)
     checks.finish()
     return own
