@@ -37,6 +37,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "errors",
         "dtypes",
         "distributed",
+        "names",
         "patching",
         "shared_memory",
         "state_checks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import warnings
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import amp
 from amp.casting import fp4_draws, fp8_linear
@@ -191,7 +193,7 @@ def trained(
 def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, level: str) -> None:
     expected, _ = trained(recipe, range(6), level=level)
     _, state = trained(recipe, range(3), level=level)
-    assert set(state[2]["fp8"]) == {"recipe", "seed", "draws"}
+    assert set(state[2]["fp8"]) == {"recipe", "forward", "seed", "draws"}
     found, _ = trained(recipe, range(3, 6), state, level)
     assert_same(found, expected)
     del state[2]["fp8"]
@@ -347,6 +349,165 @@ def test_the_switch_is_the_same_as_a_profile_with_it() -> None:
     amp.get_session().set_fp4_forward("high")
     train(model, optimizer, data, 2)
     assert_same(weights(model), expected)
+
+
+def run_with_a_switch(steps: range, at: int | None, state: Any = None, **recipe: Any) -> Any:
+    """Train the steps of a run, of which one begins with the call; return the weights and states."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = initialize(model, "O5", {"recipe": "nvfp4", **recipe}, optimizer)
+    if state is not None:
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        amp.load_state_dict(state[2])
+    data = itertools.islice(batches(), steps.start, steps.stop)
+    for i, batch in zip(steps, data, strict=True):
+        if i == at:
+            amp.get_session().set_fp4_forward("high")
+        train(model, optimizer, iter([batch]), 1)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    found = weights(model)
+    amp.get_session().close()
+    return found, saved
+
+
+@pytest.mark.parametrize("is_random", [True, False])
+def test_a_checkpoint_has_the_switch(is_random: bool) -> None:
+    own = {"stochastic_rounding": is_random}
+    expected, _ = run_with_a_switch(range(6), 2, **own)
+    _, saved = run_with_a_switch(range(4), 2, **own)
+    assert saved[2]["fp8"]["forward"] == "high"
+    found, again = run_with_a_switch(range(4, 6), None, saved, **own)
+    assert_same(found, expected)
+    assert again[2]["fp8"]["forward"] == "high"
+    del saved[2]["fp8"]["forward"]  # as an earlier version has saved it
+    if is_random:
+        found, _ = run_with_a_switch(range(4, 6), None, saved)
+        assert not all(map(torch.equal, found, expected))
+        found, _ = run_with_a_switch(range(4, 6), 4, saved)
+        assert_same(found, expected)
+
+
+def test_a_checkpoint_from_before_the_switch_takes_it_back() -> None:
+    initialize(net(), "O5", "nvfp4")
+    before, session = amp.state_dict(), amp.get_session()
+    session.set_fp4_forward("high")
+    amp.load_state_dict(before)
+    assert amp.state_dict()["fp8"]["forward"] is None
+    # A profile that says it wins over a checkpoint without a call, and a call over the profile.
+    for call, forward in ((None, None), ("fp4", "fp4")):
+        session.close()
+        initialize(net(), "O5", {"recipe": "nvfp4", "forward": "high"})
+        session = amp.get_session()
+        session.set_fp4_forward("fp4")
+        if call is None:
+            amp.load_state_dict(before)
+        saved = amp.state_dict()
+        assert saved["fp8"]["forward"] == forward
+        amp.load_state_dict(saved)
+        assert amp.state_dict()["fp8"]["forward"] == forward
+
+
+@pytest.mark.parametrize("value", ["bf16", 1, ["high"]])
+def test_another_word_for_the_switch_is_refused(value: Any) -> None:
+    initialize(net(), "O5", "nvfp4")
+    state = amp.state_dict()
+    state["fp8"]["forward"] = value
+    with pytest.raises(AmpValueError, match=r"no usable 'forward'.*expected fp4, high or None"):
+        amp.load_state_dict(state)
+
+
+# Names.
+
+
+class Wrapper(nn.Module):
+    """As DDP and DataParallel: the wrapped model is `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)  # type: ignore[no-any-return]
+
+
+def wrapped(kind: str) -> Any:
+    model = net()
+    if kind == "compile":
+        model.second = torch.compile(model.second, backend="eager")
+    if kind == "checkpoint":
+        model.second = checkpoint_wrapper(model.second)
+    if kind == "part":
+        model.second = Wrapper(model.second)
+    return Wrapper(model) if kind == "whole" else model
+
+
+WRAPPED = ["compile", "checkpoint", "part", "whole"]
+
+
+def steps_of_wrapped(kind: str, recipe: Any, steps: int, state: Any = None) -> tuple[Any, Any]:
+    model = wrapped(kind)
+    model, optimizer = initialize(model, "O5", recipe)
+    if state is not None:
+        amp.load_state_dict(state)
+    with torch.compiler.set_stance("force_eager"):  # only the name counts here
+        train(model, optimizer, batches(), steps)
+    found, state = weights(model), amp.state_dict()
+    amp.get_session().close()
+    return found, state
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_wrappers_change_no_bits(kind: str, recipe: str) -> None:
+    expected, state = steps_of_wrapped("", recipe, 3)
+    found, of_wrapped = steps_of_wrapped(kind, recipe, 3)
+    assert_same(found, expected)
+    assert list(of_wrapped["fp8"].get("draws", of_wrapped["fp8"].get("names"))) == [
+        "first",
+        "second",
+        "third",
+    ]
+    expected, _ = steps_of_wrapped("", recipe, 2, state)
+    assert_same(steps_of_wrapped(kind, recipe, 2, state)[0], expected)
+    assert_same(steps_of_wrapped("", recipe, 2, of_wrapped)[0], expected)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_names_with_wrappers_are_loaded_as_an_earlier_version_has_saved_them(
+    kind: str, recipe: str
+) -> None:
+    _, state = steps_of_wrapped("", recipe, 3)
+    expected, _ = steps_of_wrapped("", recipe, 2, state)
+    old = copy.deepcopy(state)
+    names = [n for n, module in wrapped(kind).named_modules() if type(module) is nn.Linear][:3]
+    assert names != ["first", "second", "third"]
+    if recipe == "delayed":
+        old["fp8"]["names"] = names
+    else:
+        old["fp8"]["draws"] = dict(zip(names, state["fp8"]["draws"].values(), strict=True))
+        del old["fp8"]["forward"]
+    for each in (kind, ""):
+        assert_same(steps_of_wrapped(each, recipe, 2, old)[0], expected)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "delayed"])
+def test_a_module_called_module_keeps_its_name_beside_another(recipe: str) -> None:
+    def build() -> nn.Module:
+        inner = nn.ModuleDict({"fc": nn.Linear(32, 32), "other": nn.Linear(32, 32)})
+        return nn.ModuleDict({"module": inner, "fc": nn.Linear(32, 32)})
+
+    for model in (build(), Wrapper(build())):
+        initialize(model, "O5", {"recipe": recipe, "skip": []})
+        state = amp.state_dict()
+        names = state["fp8"]["names" if recipe == "delayed" else "draws"]
+        assert list(names) == ["module.fc", "other", "fc"]
+        if recipe == "nvfp4":
+            names |= dict(zip(names, (1, 2, 3), strict=True))
+            amp.load_state_dict(state)
+            assert draws() == names
+        amp.get_session().close()
 
 
 # What the diagnosis says.

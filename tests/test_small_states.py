@@ -304,6 +304,34 @@ def test_random_bits_go_by_the_name_of_a_parameter() -> None:
     assert not torch.equal(moments[0]["first"], moments[0]["other"])
 
 
+class Wrapper(nn.Module):
+    """As DDP and DataParallel: the wrapped model is `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize("in_session", [True, False])
+def test_a_wrapper_changes_no_bits_and_a_module_called_module_has_its_own(in_session: bool) -> None:
+    moments = []
+    for wraps in (False, True):
+        inner, outer = nn.Linear(100, 5, bias=False), nn.Linear(100, 5, bias=False)
+        model: nn.Module = nn.ModuleDict({"module": nn.ModuleDict({"fc": inner}), "fc": outer})
+        if wraps:
+            model = Wrapper(model)
+        optimizer = FusedAdam(model.named_parameters(), lr=0.0, state_dtype="packed16")
+        if in_session:
+            amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        for _ in range(3):
+            for layer in (inner, outer):
+                layer.weight.grad = torch.full_like(layer.weight, 0.25)
+            optimizer.step()
+        moments.append([state["moments"] for state in optimizer.state.values()])
+    assert all(map(torch.equal, *moments))
+    assert not torch.equal(*moments[0])
+
+
 # What cannot be right is refused.
 
 

@@ -190,9 +190,13 @@ class AmaxHistory:
         return {"recipe": self.recipe.recipe, "names": list(self.names), "amaxes": self.amaxes.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any], first: int = 0) -> None:
-        """Load the entries of layers by name, for the layers from index `first` on."""
-        saved: Tensor = state["amaxes"].to(self.amaxes)
-        at = {name: i for i, name in enumerate(state["names"])}
+        """Load the entries of layers, for the layers from index `first` on.
+
+        Args:
+            state: has `amaxes`, and `names` with the index of each name.
+            first: the first index.
+        """
+        saved, at = state["amaxes"].to(self.amaxes), state["names"]
         rows = min(len(saved), len(self.amaxes))
         for i, name in list(enumerate(self.names))[first:]:
             if name in at:

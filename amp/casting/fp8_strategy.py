@@ -21,6 +21,7 @@ from amp.casting.subclassing import has_forward_of_its_own, restore_classes, sub
 from amp.distributed import groups_of_meshes, is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError, AmpValueError, brief, first_few, warn
+from amp.names import bare_names
 from amp.profiles.fp8_recipe import FP4, LARGEST_SEED, MULTIPLES, Counted, Fp8Recipe, counted
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -165,6 +166,9 @@ class Fp8Linears(Strategy):
         assert recipe is not None
         undo.callback(self._switch_off, undo)
         names = [prefix + name for name in reached]
+        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+        bare_of = dict(zip(linears, bare_names(linears), strict=True))
+        bare = [prefix + bare_of[name] for name in reached]
         first = 0
         if names and recipe.recipe == "delayed" and self.history is None:
             self.history = AmaxHistory(recipe, FORMATS[recipe.format or "hybrid"])
@@ -172,7 +176,7 @@ class Fp8Linears(Strategy):
             self.draws = Draws(recipe)
         kept = self._kept
         if names and kept is not None:
-            first = kept.add(names, *[_stored(module).device for module in reached.values()])
+            first = kept.add(bare, *[_stored(module).device for module in reached.values()])
             undo.if_it_fails.append(functools.partial(kept.remove, len(names)))
         gathered = self._gather(model, reached, undo)
         alike = Layer(recipe, "", self.switch, self.history, self.draws)
@@ -183,7 +187,7 @@ class Fp8Linears(Strategy):
         undo.callback(_release, layers)
         _put_in(layers)
         if self._loaded is not None and kept is not None and names:
-            if message := _unknown(self._loaded, names):
+            if message := _unknown(self._loaded, bare):
                 warn(message)
             kept.load_state_dict(self._loaded, first)
 
@@ -222,23 +226,37 @@ class Fp8Linears(Strategy):
         return message
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the amax history of `delayed`, or FP4's counts; an empty dict for other recipes."""
-        return {} if self._kept is None else self._kept.state_dict()
+        """Return the amax history of `delayed`, or of FP4 the counts and `forward`; else an empty dict.
+
+        `forward` is None where the outputs are computed as the profile says.
+        """
+        recipe, state = self.properties.fp8, {} if self._kept is None else self._kept.state_dict()
+        if recipe is None or not recipe.is_fp4:
+            return state
+        forward = "high" if self.switch.forward_is_high else "fp4"
+        own = {"recipe": recipe.recipe, "forward": None if forward == recipe.forward else forward}
+        return state | own
 
     @staticmethod
     def checked_state(state: dict[Any, Any], path: str, checks: StateChecks) -> dict[str, Any]:
-        """Check a saved state, and return what it has of layers."""
+        """Check a saved state; return it, with what it has of layers by their bare names too."""
         recipe = state.get("recipe", "delayed")
         if not isinstance(recipe, str) or recipe not in ("delayed", *FP4):
             checks.fail(path, "recipe", brief(recipe), f"one of {', '.join(('delayed', *FP4))}")
         checked: dict[str, Any] = {"recipe": recipe}
         if recipe in FP4:
-            checked["seed"] = checks.count(state, "seed", path, LARGEST_SEED)
-            draws = checks.mapping(state, "draws", path, "the counts of layers by their names")
-            within = f"{path}['draws']"
-            if odd := [name for name in draws if not isinstance(name, str)]:
-                checks.fail(within, odd[0], brief(odd[0]), "names of layers")
-            checked["draws"] = {name: checks.count(draws, name, within) for name in draws}
+            if "forward" in state:  # an earlier version has saved none
+                checked["forward"] = forward = state["forward"]
+                if not (forward is None or (isinstance(forward, str) and forward in _FORWARDS)):
+                    checks.fail(path, "forward", brief(forward), "fp4, high or None")
+            if state.keys() != {"recipe", "forward"}:  # those of gradients rounded to nearest
+                checked["seed"] = checks.count(state, "seed", path, LARGEST_SEED)
+                draws = checks.mapping(state, "draws", path, "the counts of layers by their names")
+                within = f"{path}['draws']"
+                if odd := [name for name in draws if not isinstance(name, str)]:
+                    checks.fail(within, odd[0], brief(odd[0]), "names of layers")
+                counts = {name: checks.count(draws, name, within) for name in draws}
+                checked["draws"] = _by_bare_names_too(counts)
         else:
             expected = "a list of the names of layers, each once"
             names = checks.items(state, "names", path, expected)
@@ -252,7 +270,8 @@ class Fp8Linears(Strategy):
             if amaxes.is_meta or amaxes.layout is not torch.strided or not amaxes.is_contiguous():
                 checks.fail(path, "amaxes", f"{brief(amaxes)} on {amaxes.device}", expected)
             amaxes = checks.tensor_like(state, "amaxes", path, amaxes, torch.float32, low=0.0)
-            checked |= {"names": list(names), "amaxes": amaxes}
+            places = {name: i for i, name in enumerate(names)}
+            checked |= {"names": _by_bare_names_too(places), "amaxes": amaxes}
         for key in state.keys() - checked.keys():
             checks.fail(path, key, "fp8 has no such entry", f"only {', '.join(checked)}")
         return checked
@@ -278,6 +297,9 @@ class Fp8Linears(Strategy):
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Load what is kept of layers that are prepared now, and keep it for those prepared later."""
+        recipe = self.properties.fp8
+        if state and recipe is not None and recipe.is_fp4 and "forward" in state:
+            self.switch.forward_is_high = (state["forward"] or recipe.forward) == "high"
         if state and self._entry in state:
             self._loaded = state
             if self._kept is not None:
@@ -289,6 +311,27 @@ _ANEW = {
     "draws": "all layers draw from the beginning, so gradients are rounded by other random bits",
 }
 """What is said of layers that a state lacks, by what it has of layers."""
+
+
+_FORWARDS = "fp4", "high"
+"""The values of `forward`."""
+
+
+def _by_bare_names_too(of_layers: dict[str, int]) -> dict[str, int]:
+    """Return what a state has of layers by their names, and by those without the names of wrappers.
+
+    An earlier version has saved names with them.
+    """
+    of_models: dict[str, list[str]] = {}
+    for name in of_layers:
+        number, colon, own = name.rpartition(": ")  # from the second model of a session on
+        of_models.setdefault(number + colon, []).append(own)
+    found = {
+        prefix + bare: of_layers[prefix + name]
+        for prefix, names in of_models.items()
+        for name, bare in zip(names, bare_names(names), strict=True)
+    }
+    return found | of_layers
 
 
 def _unknown(state: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -314,8 +357,8 @@ def set_forward(fp8: Fp8Linears | None, forward: str) -> None:
             f"set_fp4_forward is for layers in FP4, and this session has fp8={recipe or 'none'}. Take "
             "opt_level='O8' or 'O9', or fp4=True on top of a half-precision level"
         )
-    if forward not in ("fp4", "high"):
-        raise AmpValueError(f"forward={brief(forward)} is not one of fp4, high")
+    if forward not in _FORWARDS:
+        raise AmpValueError(f"forward={brief(forward)} is not one of {', '.join(_FORWARDS)}")
     fp8.switch.forward_is_high = forward == "high"
 
 

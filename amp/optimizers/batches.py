@@ -5,7 +5,7 @@ import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +15,7 @@ from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
 from amp.kernels import host_lists
 from amp.kernels.rule import Origin
 from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
-
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""Parts of names that wrappers of a model add."""
+from amp.names import bare_names
 
 
 @dataclass
@@ -32,7 +30,7 @@ class Batch:
             a master.
         has_all: whether these are all masters of the `StepInputs`, in their order.
         cut: how each is sharded over ranks.
-        names: the name of each in its model; its place in the groups if that is unknown.
+        names: the bare name of each in its model; its place in the groups if that is unknown.
         entries: the index of each in the optimizer's state; None if it has no state yet.
         checked: the kinds and devices of the lists that last passed `check_batch`.
     """
@@ -150,9 +148,9 @@ def _batches(optimizer: Optimizer, inputs: Any, own: set[int]) -> Iterator[Batch
     """Yield the batches; `own` has the ids of parameters with a gradient in their `.grad`."""
     position_of = {id(master): i for i, master in enumerate(inputs.stepped)}
     entry_of = {id(key): i for i, key in enumerate(optimizer.state)}
-    for index, group in enumerate(optimizer.param_groups):
+    of_groups = zip(optimizer.param_groups, _names(optimizer, inputs), strict=True)
+    for index, (group, names) in enumerate(of_groups):
         params = group["params"]
-        names = list(map(_bare, inputs.names_of(params), group.get("param_names") or repeat(None)))
         alike: dict[Cut, list[int]] = {}
         for place, parameter in enumerate(params):
             alike.setdefault(cut_of(parameter), []).append(place)
@@ -164,12 +162,17 @@ def _batches(optimizer: Optimizer, inputs: Any, own: set[int]) -> Iterator[Batch
                 if places:
                     stepped = [params[i] for i in places]
                     has_all = shown == list(range(len(position_of)))
-                    own_names = [names[i] or f"{index}.{i}" for i in places]
+                    own_names = [names[i] for i in places]
                     entries = [entry_of.get(id(parameter)) for parameter in stepped]
                     yield Batch(index, stepped, places, shown, has_all, cut, own_names, entries)
 
 
-def _bare(name: str | None, own: str | None) -> str:
-    """Return a parameter's name without those of wrappers, or an empty text if it has no name."""
-    parts = (name or (own and f"0.{own}") or "").split(".")
-    return ".".join(part for part in parts if part not in _WRAPPERS)
+def _names(optimizer: Optimizer, inputs: Any) -> Iterator[list[str]]:
+    """Yield the names of the parameters of each group, by which their random bits go."""
+    groups = [(group["params"], group.get("param_names") or ()) for group in optimizer.param_groups]
+    in_models = iter(inputs.names_of([each for params, _ in groups for each in params]))
+    bare = iter(bare_names([name for _, own in groups for name in own]))
+    for index, (params, own) in enumerate(groups):
+        others = [f"0.{name}" for _, name in zip(own, bare, strict=False)][: len(params)]
+        others += [f"{index}.{i}" for i in range(len(others), len(params))]
+        yield [name or other for other, name in zip(others, in_models, strict=False)]

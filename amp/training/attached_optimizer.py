@@ -159,10 +159,9 @@ class AttachedOptimizer:
             self.misuse = misuse
 
     def names_of(self, stepped: Sequence[Tensor]) -> list[str | None]:
-        """Return the names of parameters or masters in their models, None for unknown ones."""
+        """Return the bare names of parameters or masters in their models, None for unknown ones."""
         models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
-        keys = self.check.keys_of(models)
-        return [None if key is None else f"{key[0]}.{key[1]}" for key in keys]
+        return self.check.bare_names_of(models)
 
     def detach(self) -> None:
         """Give the optimizer its methods and the model's parameters back.

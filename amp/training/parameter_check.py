@@ -9,6 +9,7 @@ from torch import Tensor
 
 from amp.errors import AmpRuntimeError, first_few, warn
 from amp.masters.agreement import called_by_shape
+from amp.names import bare_names
 
 
 class ParameterCheck:
@@ -40,6 +41,18 @@ class ParameterCheck:
         for key, parameter in self._named_parameters().items():
             key_of.setdefault(id(parameter), key)
         return [key_of.get(id(parameter)) for parameter in parameters]
+
+    def bare_names_of(self, parameters: Iterable[Tensor]) -> list[str | None]:
+        """Return what `keys_of` does as one text each, without the names of wrappers."""
+        of_models: dict[int, list[str]] = {}
+        for number, name in self._named_parameters():
+            of_models.setdefault(number, []).append(name)
+        bare = {
+            (number, name): f"{number}.{short}"
+            for number, names in of_models.items()
+            for name, short in zip(names, bare_names(names), strict=True)
+        }
+        return [None if key is None else bare[key] for key in self.keys_of(parameters)]
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         """Return the name of each parameter in its model, or else its shape."""

@@ -25,7 +25,8 @@ class StepInputs:
     `.grad`.
 
     Attributes:
-        names_of: returns the names of parameters or masters in their models, None for unknown ones.
+        names_of: returns the number of the model of each parameter or master and its name there,
+            without the names of wrappers, and None for unknown ones.
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
         merges: whether masters are first to take what other code has written to `models`.
         own_inv_scale: float32 `[1]`, what to multiply the gradients in `.grad` by; None is 1.
