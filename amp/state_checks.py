@@ -1,7 +1,7 @@
 """Checks of state dicts: the type, shape and range of each entry, before anything is loaded.
 
 A `load_state_dict` makes a `StateChecks`, reads every entry through it, calls `finish`, and then loads
-what it has read. The tensors that it has read are copies, which share no memory with the state dict,
+what it has read. The tensors that it has loaded are copies, which share no memory with the state dict,
 the model or each other. An error names the entry by its path in the dict, shows what is there, and says
 what is expected.
 """
@@ -149,6 +149,7 @@ class StateChecks:
         dtype: torch.dtype | None = None,
         low: float = -math.inf,
         may_be_inf: bool = False,
+        copies: bool = True,
     ) -> Tensor:
         """Return a copy of an entry that is a floating-point tensor with the shape of `like`.
 
@@ -162,6 +163,7 @@ class StateChecks:
             dtype: the dtype of the copy, in whose range the values have to be; None is that of `like`.
             low: the smallest value that is allowed.
             may_be_inf: whether inf is allowed; NaN never is.
+            copies: False returns the values as they are, for a caller that makes others of them.
         """
         dtype = dtype or like.dtype
         kind = "complex" if like.is_complex() else "floating-point"
@@ -182,7 +184,7 @@ class StateChecks:
             low = max(low, -high)
             extremes = _extremes(value)
             self._values.append(_Values(path, key, extremes, expected, low, high, False, may_be_inf))
-        return _copied(value, like, dtype)
+        return _copied(value, like, dtype) if copies else value
 
     def _readable(self, key: Any, path: str, value: Tensor, expected: str) -> Tensor:
         """Return a tensor whose memory holds its values; that of a conjugate view, say, does not."""

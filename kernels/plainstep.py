@@ -27,13 +27,12 @@ from amp.kernels.master_copy import merged
 from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
 from amp.kernels.rule import Origin, Prepared, StepArguments, Streams, plus_product_plainly, singles
 from amp.kernels.split import decode, encode
+from amp.kernels.tensor_lists import SLICE
 
 _data: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # also where a subclass has another one
 
 LARGE = 2**16
 """The number of elements from which a tensor is not gathered with others."""
-SLICE = 2**16
-"""The number of elements whose FP32 temporaries fit in a core's cache."""
 TEMPORARIES = 72
 """How many bytes of temporaries a step takes for each element of tensors that are stepped together."""
 

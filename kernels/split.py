@@ -61,6 +61,7 @@ from amp.kernels.packing import (
     parted,
     parted_half,
 )
+from amp.kernels.tensor_lists import slices
 
 BLOCK = 4096
 
@@ -171,16 +172,18 @@ def split_kernel(rows, chunks, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
 
 def join_reference(weights: list[Tensor], lows: list[Tensor], masters: list[Tensor]) -> None:
     """Do `join` in plain torch."""
-    for weight, low, master in zip(weights, lows, masters, strict=True):
-        master.copy_(decode(weight, low))
+    for tensors in zip(weights, lows, masters, strict=True):
+        for weight, low, master in slices(*tensors):
+            master.copy_(decode(weight, low))
 
 
 def split_reference(masters: list[Tensor], weights: list[Tensor], lows: list[Tensor]) -> None:
     """Do `split` in plain torch."""
-    for master, weight, low in zip(masters, weights, lows, strict=True):
-        high, rest = encode(master, weight.dtype, low.dtype)
-        weight.copy_(high)
-        low.copy_(rest)
+    for tensors in zip(masters, weights, lows, strict=True):
+        for master, weight, low in slices(*tensors):
+            high, rest = encode(master, weight.dtype, low.dtype)
+            weight.copy_(high)
+            low.copy_(rest)
 
 
 def decode(weight: Tensor, low: Tensor) -> Tensor:

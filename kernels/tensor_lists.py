@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,11 @@ import torch
 from torch import Tensor
 
 from amp.kernels import host_lists
+
+SLICE = 2**16
+"""The number of elements whose temporaries fit in a core's cache."""
+SLICE_OF_DEVICE = 2**20
+"""The same on other devices than the CPU, where each operation is a launch."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,3 +184,19 @@ def local(tensor: Tensor) -> Tensor:
     if type(values) is not Tensor and hasattr(values, "wait"):
         return values.wait()  # type: ignore[no-any-return]
     return values  # type: ignore[no-any-return]
+
+
+def slices(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    """Yield slices of tensors of one shape, on the same memory, whatever their strides.
+
+    What is computed slice by slice needs no temporaries as large as the tensors.
+    """
+    first = tensors[0]
+    size, limit = first.numel(), SLICE if first.device.type == "cpu" else SLICE_OF_DEVICE
+    if size <= limit:
+        yield tensors
+        return
+    dim = next(dim for dim, length in enumerate(first.shape) if length > 1)
+    length = max(1, limit * first.shape[dim] // size)
+    for parts in zip(*[tensor.split(length, dim) for tensor in tensors], strict=True):
+        yield from slices(*parts)

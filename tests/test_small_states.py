@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,14 +13,17 @@ from torch import Tensor, nn
 
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
-from amp.kernels import packing
+from amp.kernels import master_copy, packing, tensor_lists
 from amp.kernels.adam import ADAMW
 from amp.kernels.rule import Origin
-from amp.kernels.split import decode, encode
+from amp.kernels.split import decode, encode, join_reference, split_reference
 from amp.kernels.stepping import step
 from amp.numerics.memory import footprint
 from amp.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedSGD
+from amp.optimizers.state_dicts import pack_moments, unpack_moments
+from tests.covering import covering
 from tests.kernels.numbers_of import numbers_of
+from tests.living import Living, tensors_in
 
 SMALL: dict[str, Any] = {"master_weights": "split24", "state_dtype": "packed16"}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -330,6 +334,113 @@ def test_a_wrapper_changes_no_bits_and_a_module_called_module_has_its_own(in_ses
         moments.append([state["moments"] for state in optimizer.state.values()])
     assert all(map(torch.equal, *moments))
     assert not torch.equal(*moments[0])
+
+
+# How much memory a checkpoint takes.
+
+
+class Step(NamedTuple):
+    """What was alive, in bytes: the most at once, before and after."""
+
+    peak: int
+    before: int
+    after: int
+
+    @property
+    def beyond(self) -> int:
+        """What was needed beyond what was there at the beginning or is there at the end."""
+        return self.peak - max(self.before, self.after)
+
+
+def measured(holders: Any, call: Any) -> tuple[Any, Step]:
+    with Living(tensors_in(holders)) as living:
+        before = living.now()
+        result = call()
+        return result, Step(living.peak, before, living.now())
+
+
+@pytest.mark.parametrize(
+    ("masters", "state_dtype", "level", "reference"),
+    covering(("split24", "split16", "kahan", True), ("packed16", BF16), ("O2", "O5"), (False, True)),
+)
+def test_a_checkpoint_takes_little_memory_besides_itself(
+    masters: Any, state_dtype: Any, level: str, reference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedding is 64 slices; for each of its elements a slice takes up to 60 bytes meanwhile."""
+    if reference:
+        monkeypatch.setenv("AMP_KERNELS", "reference")
+    for module in (tensor_lists, master_copy):
+        monkeypatch.setattr(module, "SLICE", 2**12)
+    n, slices = 2**18, 64 * 2**12
+    layer = nn.Embedding(n // 64, 64)
+    optimizer = FusedAdam(layer.parameters())
+    options: dict[str, Any] = {"master_weights": masters, "state_dtype": state_dtype, "loss_scale": 1.0}
+
+    def initialize() -> None:
+        amp.initialize(layer, optimizer, opt_level=level, verbosity=0, **options)
+
+    _, found = measured(list(layer.parameters()), initialize)
+    # The FP32 weights, which are freed at the end, the cast ones, and masters or their low halves.
+    of_masters = {"split24": 1, "split16": 2, "kahan": 2, True: 4}[masters]
+    assert found.peak <= (4 + 2 + of_masters) * n + slices
+    layer.weight.grad = torch.full_like(layer.weight, 0.25)
+    optimizer.step()
+    optimizer.zero_grad()
+    lows = amp.get_session(optimizer).masters.low_halves(optimizer.param_groups[0]["params"]) or []
+    whole = [] if lows else optimizer.param_groups[0]["params"]
+
+    def holders() -> Any:
+        return [list(layer.parameters()), lows, whole, list(optimizer.state.values())]
+
+    saved, found = measured(holders(), optimizer.state_dict)
+    assert found.beyond <= slices
+    new = 4 if state_dtype == "packed16" else 0  # two bfloat16, where the words stay beside
+    assert found.after - found.before == new * n
+    wide = copy.deepcopy(saved)
+    for name in ("exp_avg", "exp_avg_sq"):
+        wide["state"][0][name] = wide["state"][0][name].float()
+    kept = 2 if state_dtype == "packed16" else 4
+    for each in (saved, wide):
+        # Until all is loaded the old state is kept, to go back to.
+        _, found = measured([holders(), each], functools.partial(optimizer.load_state_dict, each))
+        assert found.peak - found.before <= kept * n + slices + 64
+    saved, found = measured(holders(), layer.state_dict)
+    assert found.beyond <= slices
+    _, found = measured([holders(), saved], functools.partial(layer.load_state_dict, saved))
+    assert found.peak - found.before <= 2 * n + slices  # a copy of the 16-bit weights
+    del saved, wide, each
+    _, found = measured(holders(), amp.get_session(optimizer).close)
+    assert found.peak <= found.before + (4 + 8) * n + slices  # weights and moments in FP32
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 700), (1, 1, 9000), (2, 1, 7, 600), (9001,), (0, 3), ()])
+@pytest.mark.parametrize("order", ["contiguous", "transposed", "expanded"])
+def test_slices_have_the_bits_of_the_whole(
+    shape: tuple[int, ...], order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if order == "transposed":
+        values = values.permute(tuple(reversed(range(values.dim()))))
+    if order == "expanded":
+        values = values.expand(2, *values.shape)
+    results = []
+    for limit in (2**16, 500):
+        monkeypatch.setattr(tensor_lists, "SLICE", limit)
+        entry = {"exp_avg": values, "exp_avg_sq": values.square()}
+        pack_moments(entry, values)
+        found = [entry["moments"]]
+        unpack_moments(entry, values, BF16)
+        found += [entry["exp_avg"], entry["exp_avg_sq"]]
+        for low in (torch.int8, torch.int16, F16):
+            weight, rest = values.half(), torch.empty_like(values, dtype=low)
+            split_reference([values], [weight], [rest])
+            back = torch.empty_like(values, dtype=F32)
+            join_reference([weight], [rest], [back])
+            found += [weight, rest, back]
+        results.append(found)
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
 
 
 # What cannot be right is refused.

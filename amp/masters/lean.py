@@ -10,7 +10,7 @@ import torch
 
 from amp.distributed import set_values, shard_like
 from amp.kernels.interrupts import without_grad
-from amp.kernels.tensor_lists import local
+from amp.kernels.tensor_lists import local, slices
 from amp.lazy import kernels
 from amp.masters.pair import Pair, untraced
 
@@ -64,15 +64,16 @@ def write_halves(joined: Sequence[Pair]) -> None:
 def merge(joined: Iterable[Pair]) -> None:
     """Let masters that hold FP32 values take what their parameters were given. No host sync."""
     for pair in joined:
-        master, parameter, low = map(local, (pair.master.detach(), pair.parameter, pair.low))
-        high, _ = kernels.split.encode(master, parameter.dtype, low.dtype)
-        untraced(pair.master).copy_(torch.where(high == parameter, master, parameter.float()))
+        both = local(pair.parameter), local(pair.low)
+        for master, weight, low in slices(untraced(pair.master), *both):
+            high, _ = kernels.split.encode(master, weight.dtype, low.dtype)
+            master.copy_(torch.where(high == weight, master, weight.float()))
 
 
 @without_grad
 def clear_low(parted: Iterable[Pair]) -> None:
     """Clear the low bits of split masters where other code has written weights, and those of zeros."""
     for pair in parted:
-        weights, low = local(pair.parameter), local(pair.low)
-        high, _ = kernels.split.encode(kernels.split.decode(weights, low), weights.dtype, low.dtype)
-        low.copy_(torch.where((high == weights) & (weights != 0), low, 0))
+        for weight, low in slices(local(pair.parameter), local(pair.low)):
+            high, _ = kernels.split.encode(kernels.split.decode(weight, low), weight.dtype, low.dtype)
+            low.copy_(torch.where((high == weight) & (weight != 0), low, 0))

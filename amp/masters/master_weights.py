@@ -133,7 +133,8 @@ class MasterWeights:
                 # will then be equal in every bit; masters made of each rank's own FP32 weights would
                 # differ.
                 data = data.to(parameter.dtype)
-            master = Master(data.to(torch.float32, copy=True), parameter.requires_grad)
+            is_whole = self._kind is None  # halves are only made of the values
+            master = Master(data.to(torch.float32, copy=is_whole), parameter.requires_grad)
             if HAS_GRAD_DTYPE:
                 parameter.grad, parameter.grad_dtype = None, None  # it may have its master's gradient
             if grad is not None:

@@ -183,8 +183,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             return self.state_dtype
         return torch.int16 if len(self._moments()) == 2 else torch.bfloat16
 
-    def _kept(self, group: Mapping[str, Any]) -> Iterable[str]:
-        """Return the names of the entries in which a group's moments are kept."""
+    def _kept(self, group: Mapping[str, Any] | None = None) -> Iterable[str]:
+        """Return the names of the entries in which moments are kept, as `_moments` does."""
         return (PACKED,) if self.kept_dtype is torch.int16 else self._moments(group)
 
     def _check_state_dtype(self, dtype: Any) -> None:
@@ -245,14 +245,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         # Tensors copied in inference mode could not be stepped outside of it.
         with torch.inference_mode(False), all_or_nothing(self):
             own = as_own_state(self, state_dict)
+            # torch would cast all to the parameter's dtype.
+            exact = {*self._scalars, *(self._kept() if self.state_dtype is not None else ())}
+            aside = {
+                key: {name: entry.pop(name) for name in list(entry) if name in exact}
+                for key, entry in own["state"].items()
+            }
             super().load_state_dict(own)
-            # torch has cast all to the parameter's dtype, which may be the narrower one.
-            again = {*self._scalars, *(self._moments() if self.state_dtype is not None else ())}
             for loaded, group in zip(self.param_groups, own["param_groups"], strict=True):
                 for parameter, key in zip(loaded["params"], group["params"], strict=True):
-                    entry = own["state"].get(key, {})
-                    for name in again & entry.keys():
-                        self.state[parameter][name] = entry[name].to(parameter.device)
+                    if key in aside:
+                        self.state[parameter] |= aside[key]
             self._cast_moments()
 
     def state_dict(self) -> dict[str, Any]:

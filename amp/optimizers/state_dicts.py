@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp.distributed import shard_like
 from amp.errors import AmpValueError, brief, first_few
-from amp.kernels.tensor_lists import local
+from amp.kernels.tensor_lists import local, slices
 from amp.lazy import kernels
 from amp.profiles.properties import STATE_DTYPES
 from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checked state dict, with the names and groups of a fused optimizer.
+    """Return a checked state dict, with the names and groups of a fused optimizer, and its moments.
 
-    The host waits once for each device.
+    Those of an optimizer that packs moments are packed. The host waits once for each device.
 
     Raises:
         AmpTypeError, AmpValueError: it is another optimizer's, or an entry is not what it should be.
@@ -53,6 +53,9 @@ def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> di
             _require(optimizer, f"the state of parameter {key}", names, there)
             _check_entry(checks, optimizer, entry, f"state_dict['state'][{key!r}]", parameter_of[key])
     checks.finish()
+    if optimizer.kept_dtype is torch.int16:
+        for key, entry in state.items():
+            pack_moments(entry, parameter_of[key], like=parameter_of[key])
     return own
 
 
@@ -77,8 +80,8 @@ def _check_group(
 def _check_entry(
     checks: StateChecks, optimizer: FusedOptimizer, entry: dict[str, Any], path: str, parameter: Tensor
 ) -> None:
-    """Check the saved state of a parameter, and replace its tensors by copies."""
-    moments = optimizer._moments()
+    """Check the saved state of a parameter; replace its tensors by copies, but for those to pack."""
+    moments, is_packed = optimizer._moments(), optimizer.kept_dtype is torch.int16
     for name in entry:
         if name == "step" or name in optimizer._scalars:
             most = LARGEST_COUNT if name == "step" else FLOAT32_MAX
@@ -87,11 +90,9 @@ def _check_entry(
             entry[name] = number.reshape(())
         elif name in moments:
             low = -math.inf if moments[name].is_signed else 0.0
-            dtype = optimizer.kept_dtype or parameter.dtype
-            dtype = torch.float32 if dtype is torch.int16 else dtype
-            entry[name] = checks.tensor_like(
-                entry, name, path, parameter, dtype, low, may_be_inf=low == 0.0
-            )
+            dtype = torch.float32 if is_packed else optimizer.kept_dtype or parameter.dtype
+            kind: Any = {"may_be_inf": low == 0.0, "copies": not is_packed}
+            entry[name] = checks.tensor_like(entry, name, path, parameter, dtype, low, **kind)
         else:
             known = ", ".join(("step", *moments, *optimizer._scalars))
             kind = type(optimizer).__name__
@@ -103,19 +104,36 @@ PACKED = "moments"
 _BOTH = "exp_avg", "exp_avg_sq"
 
 
-def pack_moments(entry: dict[str, Any], parameter: Tensor) -> None:
-    """Replace both moments of a parameter, if it has any, by packed ones, int16. No host sync."""
+def pack_moments(entry: dict[str, Any], parameter: Tensor, like: Tensor | None = None) -> None:
+    """Replace both moments of a parameter, if it has any, by packed ones, int16. No host sync.
+
+    Args:
+        entry: the state of the parameter.
+        parameter: the parameter.
+        like: has the device and the strides of what is made; None for those of the moments.
+    """
     if _BOTH[0] in entry:
-        both = [local(entry.pop(name)).float() for name in _BOTH]
-        words = kernels.packing.pack(*both, kernels.packing.TO_NEAREST).short()
+        both = [local(entry[name]) for name in _BOTH]
+        shape = both[0] if like is None else local(like)
+        words = torch.empty_like(shape, dtype=torch.int16, requires_grad=False)
+        for part, *values in slices(words, *both):
+            m, v = [x.to(part.device, torch.float32) for x in values]
+            part.copy_(kernels.packing.pack(m, v, kernels.packing.TO_NEAREST))
         entry[PACKED] = shard_like(words, parameter)
+        for name in _BOTH:
+            del entry[name]
 
 
 def unpack_moments(entry: dict[str, Any], parameter: Tensor, dtype: torch.dtype) -> None:
     """Replace packed moments of a parameter, if it has any, by two in a dtype. No host sync."""
     if PACKED in entry:
-        both = kernels.packing.unpack(local(entry.pop(PACKED)).int())
-        entry |= {x: shard_like(y.to(dtype), parameter) for x, y in zip(_BOTH, both, strict=True)}
+        words = local(entry[PACKED])
+        both = [torch.empty_like(words, dtype=dtype) for _ in _BOTH]
+        for part, *targets in slices(words, *both):
+            for target, values in zip(targets, kernels.packing.unpack(part.int()), strict=True):
+                target.copy_(values)
+        entry |= {name: shard_like(x, parameter) for name, x in zip(_BOTH, both, strict=True)}
+        del entry[PACKED]
 
 
 def _require(optimizer: FusedOptimizer, what: str, names: Iterable[str], found: Iterable[str]) -> None:
