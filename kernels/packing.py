@@ -7,9 +7,14 @@ Each formula has operators of float32 and int32 blocks, and calls a few function
 bits.
 
 **Random bits.** An element's are a hash of the tensor's key, which depends on its seed and step, and of
-the element's index in the whole tensor, so they are the same however the tensor is divided:
+the element's index in the whole tensor, so they are the same however the tensor is divided. Elements
+are counted in the order of the memory if the tensor has no gaps, so those of a tensor in channels-last
+are others than those of a contiguous one.
 
     key = mixed(mixed(seed) + step)         x = mixed(index ^ (index >> 32) ^ key)
+
+**Steps** are counted in float32, which adds 1 up to 2^24. From there on a step makes of the count the
+next float32 number, whose pattern is the `step` of the key: each step has bits of its own.
 
 **Two moments in 16 bits.** The second moment v is kept as s = sqrt(v), a number of 9 bits with 3 bits
 of mantissa, from 2^-40 to 1.75 * 2^23; the first moment m as its ratio to the stored s, 7 bits: a sign,
@@ -19,10 +24,11 @@ and abs(m / s) + 1/4 with 3 bits of mantissa, at most 59.75. A second moment tha
 **Masters in 16 more bits or in 8 (`split16`, `split24`).** See `amp.kernels.split`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from amp.kernels import update_scale
 from amp.kernels.language import constant, jit, plain, tl
@@ -45,6 +51,18 @@ def mixed(x):
     x = x ^ (x >> 15 & 0x1FFFF)
     x = x * 0x31848BAB
     return x ^ (x >> 14 & 0x3FFFF)
+
+
+@jit
+def step_after(step, bits, number, if_less):
+    """Return the counts of steps after one more step, float32; see **Steps**."""
+    return if_less(step, 16777216.0, step + 1.0, number(bits(step) + 1))
+
+
+@jit
+def step_of_key(t, bits, whole, if_less):
+    """Return the steps for keys, int32, of their counts."""
+    return if_less(16777216.0, t, bits(t), whole(t))
 
 
 @jit
@@ -194,6 +212,31 @@ IN_TORCH = Functions(
     sqrt=_sqrt,
     inverse=lambda x: 1.0 / x,
 )
+
+
+EXACT = 2.0**24
+"""Up to this number of steps their count is the number."""
+
+
+def next_steps(steps: Tensor) -> Tensor:
+    """Return counts of steps, float32, after one more step."""
+    of = IN_TORCH
+    return plain(step_after)(steps, of.bits, of.number, of.if_less)  # type: ignore[no-any-return]
+
+
+def after_one(step: float) -> float:
+    """Return a count of steps after one more step."""
+    return float(next_steps(torch.tensor(step, dtype=torch.float32, device="cpu")))
+
+
+def keys_of(seeds: Sequence[int], t: float) -> Tensor:
+    """Return the keys of the random bits of tensors at step t, int32 `[n]`, on the CPU."""
+    step = (
+        int(t)
+        if t <= EXACT
+        else int(torch.tensor(t, dtype=torch.float32, device="cpu").view(torch.int32))
+    )
+    return plain(mixed)(plain(mixed)(torch.tensor(seeds, dtype=torch.int32, device="cpu")) + step)  # type: ignore[no-any-return]
 
 
 def pack(m: Any, v: Any, x: Any, of: Functions = IN_TORCH) -> Any:

@@ -24,7 +24,17 @@ from amp.kernels.interrupts import Change, Changes, at_once, without_grad
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
 from amp.kernels.master_copy import merged
-from amp.kernels.packing import IN_TORCH, TO_NEAREST, bfloat16_bits, mixed, pack, unpack
+from amp.kernels.packing import (
+    EXACT,
+    IN_TORCH,
+    TO_NEAREST,
+    after_one,
+    bfloat16_bits,
+    keys_of,
+    mixed,
+    pack,
+    unpack,
+)
 from amp.kernels.rule import Origin, Prepared, StepArguments, Streams, plus_product_plainly, singles
 from amp.kernels.split import decode, encode
 from amp.kernels.tensor_lists import SLICE
@@ -57,6 +67,8 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
         numbers = _numbers_for(arguments, group)
         on_cpu = is_on_cpu(lists["param"][group[0]])
         for t, same in _alike(steps, group, own if on_cpu else None):
+            if t > EXACT:  # where 1 is not enough
+                changes.add(functools.partial(torch._foreach_maximum_, [steps[i] for i in same], t))
             if rule.at is None:
                 prepared = plain(rule.prepare)(numbers, t, None, 0)
             else:
@@ -84,7 +96,7 @@ def _alike(
     """
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     for i, t in zip(group, torch.stack([steps[i] for i in group]).tolist(), strict=True):
-        alike[t + 1, own and own[i]].append(i)
+        alike[t + 1 if t < EXACT else after_one(t), own and own[i]].append(i)
     for (t, _), same in alike.items():
         yield t, same
 
@@ -123,11 +135,6 @@ def _scale_of(arguments: StepArguments) -> float:
     factors = arguments.inv_scale, arguments.clip
     scale = math.prod(float(factor) for factor in factors if factor is not None)
     return -scale if arguments.maximize else scale
-
-
-def keys_of(seeds: Sequence[int], t: float) -> Tensor:
-    """Return the keys of the random bits of tensors at step t, int32 `[n]`, on the CPU."""
-    return plain(mixed)(plain(mixed)(torch.tensor(seeds, dtype=torch.int32, device="cpu")) + int(t))  # type: ignore[no-any-return]
 
 
 class Piece(NamedTuple):

@@ -3,7 +3,7 @@
     g = gradient * inv_scale * clip                           negated to maximize
     parameter, moments = rule(parameter, g, moments, t)       with t = step + 1
     model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
-    step = t
+    step = t                                                  see `amp.kernels.packing` from 2^24 on
 
 A step that merges first takes what other code has written to the models, as a merge does that
 `amp.kernels.master_copy` describes, but it steps, and so writes, all elements. Instead of having a
@@ -55,10 +55,20 @@ from amp.kernels.language import (
     number,
     pointers_to,
     tl,
+    whole,
 )
 from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.master_copy import merged_block
-from amp.kernels.packing import NEAREST, bfloat16_bits, inverse, mixed, packed, unpacked
+from amp.kernels.packing import (
+    NEAREST,
+    bfloat16_bits,
+    inverse,
+    mixed,
+    packed,
+    step_after,
+    step_of_key,
+    unpacked,
+)
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, StepArguments, UpdateRule, plus_product, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
@@ -371,7 +381,8 @@ def step_kernel(
         scale *= tl.load(inv_scale)
     if clip is not None:
         scale *= tl.load(clip)
-    t = tl.load(tl.load(row + lists).to(tl.pointer_type(tl.float32))) + 1.0
+    t = tl.load(tl.load(row + lists).to(tl.pointer_type(tl.float32)))
+    t = step_after(t, bits, number, if_less)
     index = tl.load(row + lists + 2)
     if of_tensor is not None:
         of_tensor += index
@@ -382,7 +393,7 @@ def step_kernel(
     random = None
     if origins is not None:
         seed, first, run, pitch = load_all(origins + 4 * index, 4)
-        key = mixed(mixed(seed.to(tl.int32)) + t.to(tl.int32))
+        key = mixed(mixed(seed.to(tl.int32)) + step_of_key(t, bits, whole, if_less))
         if HAS_RUNS:
             inside = (start % run).to(tl.int32)
             random = key, first + start // run * pitch, inside, run.to(tl.int32), pitch
@@ -438,5 +449,7 @@ def step_kernel(
                 k = at + tl.arange(0, COUNTERS)
                 counter = tl.load(rows + k * (lists + 3) + lists, mask=k < n, other=0)
                 counter = counter.to(tl.pointer_type(tl.float32))
-                tl.store(counter, tl.load(counter, mask=k < n, other=0.0) + taken, mask=k < n)
+                step = tl.load(counter, mask=k < n, other=0.0)
+                step += (step_after(step, bits, number, if_less) - step) * taken
+                tl.store(counter, step, mask=k < n)
             tl.store(ticket, 0)

@@ -231,6 +231,56 @@ def test_a_resumed_run_goes_on_bit_for_bit(level: str, cls: Any) -> None:
     assert_same(all_of(other, resumed), expected)
 
 
+@pytest.mark.parametrize("masters", ["split24", True])
+@pytest.mark.parametrize("reference", [False, True])
+def test_a_resumed_run_of_channels_last_weights_goes_on_bit_for_bit(
+    masters: Any, reference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whose elements are counted in the order of their memory, wherever loaded moments lie."""
+    if reference:
+        monkeypatch.setenv("AMP_KERNELS", "reference")
+
+    def build_one() -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
+        optimizer = FusedAdam(model.parameters(), lr=1e-2)
+        options: dict[str, Any] = {**SMALL, "master_weights": masters, "loss_scale": 1.0}
+        return amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+
+    def steps(model: Any, optimizer: Any, count: int) -> None:
+        for _ in range(count):
+            model.weight.grad = model.weight.detach() * 0.25
+            optimizer.step()
+
+    model, optimizer = build_one()
+    steps(model, optimizer, 3)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    steps(model, optimizer, 3)
+    other, resumed = build_one()
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    steps(other, resumed, 3)
+    assert_same(all_of(other, resumed), all_of(model, optimizer))
+
+
+def test_a_run_of_more_than_16_million_steps_is_resumed() -> None:
+    """Its count has gone on from one float32 number to the next one."""
+    model, optimizer = build()
+    train(model, optimizer, range(2))
+    state = optimizer.state_dict()
+    for entry in state["state"].values():
+        entry["step"] = torch.tensor(2.0**40)
+    ends = []
+    for _ in range(2):
+        optimizer.load_state_dict(state)
+        weights = copy.deepcopy(model.state_dict())
+        train(model, optimizer, range(2))
+        ends.append(all_of(model, optimizer))
+        model.load_state_dict(weights)
+    assert_same(*ends)
+    assert {float(v) for k, v in ends[0].items() if k.endswith("step")} == {2.0**40 + 2 * 2.0**17}
+
+
 def test_a_state_goes_through_adamw_of_torch() -> None:
     model, optimizer = build()
     train(model, optimizer, range(4))

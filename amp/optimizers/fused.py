@@ -59,8 +59,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dtype: `torch.bfloat16` keeps each moment in 16 bits; `"packed16"` keeps two moments
             together in 16 bits, and one moment in bfloat16. Both round stochastically. None keeps
             moments in the dtype of the master or parameter. The random bits depend on each group's
-            `seed`, 0 at first, the parameter's name, the step and the element, and not on torch's
-            generators or on how a parameter is divided among ranks.
+            `seed`, 0 at first, the parameter's name, the step and the element's place in memory, and
+            not on torch's generators or on how a parameter is divided among ranks.
 
     Raises:
         AmpValueError: a hyper-parameter is out of its range or not a number, or asks for what is not

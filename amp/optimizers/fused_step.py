@@ -130,8 +130,11 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
     # This rank has no part of some parameters, and counts their steps as the other ranks do.
     empty = [step for p, step in zip(one.lists["params"], steps, strict=True) if not p.numel()]
     if empty:
-        taken: Any = 1.0 if found_inf is None else (found_inf == 0).float().reshape(())
-        changes.add(functools.partial(torch._foreach_add_, empty, taken))
+        before = torch.stack(empty)
+        after = kernels.packing.next_steps(before)
+        if found_inf is not None:
+            after = torch.where(found_inf == 0, after, before)
+        changes.add(functools.partial(torch._foreach_copy_, empty, list(after.unbind())))
 
 
 def _make_state(optimizer: FusedOptimizer, one: Ready) -> list[list[Tensor]]:

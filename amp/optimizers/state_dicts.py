@@ -14,7 +14,7 @@ from amp.errors import AmpValueError, brief, first_few
 from amp.kernels.tensor_lists import local, slices
 from amp.lazy import kernels
 from amp.profiles.properties import STATE_DTYPES
-from amp.state_checks import FLOAT32_MAX, LARGEST_COUNT, StateChecks
+from amp.state_checks import LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_settings, structure_of
 
 if TYPE_CHECKING:
@@ -84,8 +84,7 @@ def _check_entry(
     moments, is_packed = optimizer._moments(), optimizer.kept_dtype is torch.int16
     for name in entry:
         if name == "step" or name in optimizer._scalars:
-            most = LARGEST_COUNT if name == "step" else FLOAT32_MAX
-            number = checks.scalar(entry, name, path, 0, most, is_whole=name == "step")
+            number = checks.scalar(entry, name, path, 0, is_whole=name == "step")
             number = torch.as_tensor(number, dtype=torch.float32, device=parameter.device)
             entry[name] = number.reshape(())
         elif name in moments:

@@ -480,9 +480,11 @@ def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
     ],
     ids=["adamw, bfloat16", "adamw, float16", "adamw, split16", "adam, float32", "lion", "sgd"],
 )
+@pytest.mark.parametrize("first", [0, 2**24 - 2, 2**26])
 def test_all_backends_give_the_same_bits(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
+    first: int,
     rule: UpdateRule,
     weight: Any,
     low: Any,
@@ -500,15 +502,36 @@ def test_all_backends_give_the_same_bits(
         lows = low and [torch.zeros(shape, dtype=low, device=on) for shape in shapes]
         dtype, count = (torch.int16, 1) if kept == "packed" else (kept, len(rule.moments))
         moments = [[torch.zeros(x, dtype=dtype, device=on) for x in shapes] for _ in range(count)]
-        steps = [torch.zeros((), device=on) for _ in shapes]
-        for _ in range(3):
+        steps = [torch.full((), float(first), device=on) for _ in shapes]
+        for _ in range(5):
             grads = [torch.randn(shape, generator=generator).to(on, weight) for shape in shapes]
             options: dict[str, Any] = {"lows": lows, "origins": origins, "backend": backend}
             step(rule, numbers, params, grads, moments, steps, **options)
-        kept_now = [*params, *(lows or ()), *(x for moment in moments for x in moment)]
+        kept_now = [*params, *(lows or ()), *(x for moment in moments for x in moment), *steps]
         found.append([tensor.cpu() for tensor in kept_now])
     for one, other in zip(*found, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_each_step_has_random_bits_of_its_own_also_beyond_16_million(
+    device: torch.device, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 cannot add 1 to 2^24; a moment that stands still would be rounded the same for good."""
+    monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
+    n, start = 4096, 2.0**24 - 2
+    params, grads = [torch.zeros(n, device=device)], [torch.full((n,), 1.0, device=device)]
+    steps, counts, seen = [torch.full((), start, device=device)], [], set()
+    for i in range(8):
+        moments = [[torch.full((n,), 1.0, device=device, dtype=BF16)]]
+        found_inf = torch.full((1,), float(i == 5), device=device)
+        origins, numbers = [Origin(5)], numbers_of(MOMENTUM_SGD, lr=0.0, momentum=0.001)
+        options: dict[str, Any] = {"origins": origins, "found_inf": found_inf, "backend": backend}
+        step(MOMENTUM_SGD, numbers, params, grads, moments, steps, **options)
+        counts.append(float(steps[0]) - start)
+        seen.add(tuple(moments[0][0].tolist()))
+    assert counts == [1, 2, 4, 6, 8, 8, 10, 12]  # a skipped step does not count
+    assert len(seen) == 8
 
 
 RULES = {
