@@ -1,24 +1,37 @@
 """Names of modules and parameters without the parts that wrappers add, by which random bits go."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import TypeVar
+
+Model = TypeVar("Model", int, str)
 
 _OF_WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _OF_MODULES_TOO = {"module"}
 """The part that DDP and DataParallel add, and that a model may have itself."""
 
 
-def bare_names(names: Sequence[str]) -> list[str]:
-    """Return the names of one model without the parts that wrappers add.
+def bare_names(names: Iterable[tuple[Model, str]]) -> dict[tuple[Model, str], str]:
+    """Return names without the parts that wrappers add.
 
-    Names that would become one keep each `module`, but for those with which all names begin.
+    Names of one model that would become one keep each `module`, but for those with which all begin.
+
+    Args:
+        names: what stands for a model, and a name in it.
     """
-    kept = [_without(_OF_WRAPPERS, name) for name in names]
-    while kept and all(name.split(".")[0] in _OF_MODULES_TOO for name in kept):
-        kept = [name.partition(".")[2] for name in kept]
-    bare = [_without(_OF_MODULES_TOO, name) for name in kept]
-    count = Counter(bare)
-    return [own if count[name] > 1 else name for own, name in zip(kept, bare, strict=True)]
+    of_models: dict[Model, list[str]] = {}
+    for model, name in names:
+        of_models.setdefault(model, []).append(name)
+    found: dict[tuple[Model, str], str] = {}
+    for model, given in of_models.items():
+        kept = [_without(_OF_WRAPPERS, name) for name in given]
+        while all(name.split(".")[0] in _OF_MODULES_TOO for name in kept):
+            kept = [name.partition(".")[2] for name in kept]
+        bare = [_without(_OF_MODULES_TOO, name) for name in kept]
+        count = Counter(bare)
+        for name, long, short in zip(given, kept, bare, strict=True):
+            found[model, name] = long if count[short] > 1 else short
+    return found
 
 
 def _without(parts: set[str], name: str) -> str:

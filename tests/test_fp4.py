@@ -432,7 +432,7 @@ class Wrapper(nn.Module):
 
 
 def wrapped(kind: str) -> Any:
-    model = net()
+    model: Any = net()
     if kind == "compile":
         model.second = torch.compile(model.second, backend="eager")
     if kind == "checkpoint":

@@ -242,7 +242,8 @@ def test_a_resumed_run_of_channels_last_weights_goes_on_bit_for_bit(
 
     def build_one() -> tuple[Any, Any]:
         torch.manual_seed(0)
-        model = nn.Conv2d(3, 8, 3, bias=False).to(memory_format=torch.channels_last)
+        model: Any = nn.Conv2d(3, 8, 3, bias=False)
+        model = model.to(memory_format=torch.channels_last)
         optimizer = FusedAdam(model.parameters(), lr=1e-2)
         options: dict[str, Any] = {**SMALL, "master_weights": masters, "loss_scale": 1.0}
         return amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)

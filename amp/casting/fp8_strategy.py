@@ -166,9 +166,9 @@ class Fp8Linears(Strategy):
         assert recipe is not None
         undo.callback(self._switch_off, undo)
         names = [prefix + name for name in reached]
-        linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        bare_of = dict(zip(linears, bare_names(linears), strict=True))
-        bare = [prefix + bare_of[name] for name in reached]
+        linears = [(prefix, x) for x, module in model.named_modules() if isinstance(module, nn.Linear)]
+        bare_of = bare_names(linears)
+        bare = [prefix + bare_of[prefix, name] for name in reached]
         first = 0
         if names and recipe.recipe == "delayed" and self.history is None:
             self.history = AmaxHistory(recipe, FORMATS[recipe.format or "hybrid"])
@@ -322,14 +322,11 @@ def _by_bare_names_too(of_layers: dict[str, int]) -> dict[str, int]:
 
     An earlier version has saved names with them.
     """
-    of_models: dict[str, list[str]] = {}
-    for name in of_layers:
-        number, colon, own = name.rpartition(": ")  # from the second model of a session on
-        of_models.setdefault(number + colon, []).append(own)
+    parted = [name.rpartition(": ") for name in of_layers]  # from the second model of a session on
+    bare = bare_names((number, own) for number, _, own in parted)
     found = {
-        prefix + bare: of_layers[prefix + name]
-        for prefix, names in of_models.items()
-        for name, bare in zip(names, bare_names(names), strict=True)
+        number + colon + bare[number, own]: of_layers[number + colon + own]
+        for number, colon, own in parted
     }
     return found | of_layers
 

@@ -171,8 +171,8 @@ def _names(optimizer: Optimizer, inputs: Any) -> Iterator[list[str]]:
     """Yield the names of the parameters of each group, by which their random bits go."""
     groups = [(group["params"], group.get("param_names") or ()) for group in optimizer.param_groups]
     in_models = iter(inputs.names_of([each for params, _ in groups for each in params]))
-    bare = iter(bare_names([name for _, own in groups for name in own]))
+    bare = bare_names((0, name) for _, own in groups for name in own)
     for index, (params, own) in enumerate(groups):
-        others = [f"0.{name}" for _, name in zip(own, bare, strict=False)][: len(params)]
+        others = [f"0.{bare[0, name]}" for name in own[: len(params)]]
         others += [f"{index}.{i}" for i in range(len(others), len(params))]
         yield [name or other for other, name in zip(others, in_models, strict=False)]

@@ -44,15 +44,8 @@ class ParameterCheck:
 
     def bare_names_of(self, parameters: Iterable[Tensor]) -> list[str | None]:
         """Return what `keys_of` does as one text each, without the names of wrappers."""
-        of_models: dict[int, list[str]] = {}
-        for number, name in self._named_parameters():
-            of_models.setdefault(number, []).append(name)
-        bare = {
-            (number, name): f"{number}.{short}"
-            for number, names in of_models.items()
-            for name, short in zip(names, bare_names(names), strict=True)
-        }
-        return [None if key is None else bare[key] for key in self.keys_of(parameters)]
+        bare = bare_names(self._named_parameters())
+        return [None if key is None else f"{key[0]}.{bare[key]}" for key in self.keys_of(parameters)]
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         """Return the name of each parameter in its model, or else its shape."""
