@@ -231,11 +231,9 @@ def after_one(step: float) -> float:
 
 def keys_of(seeds: Sequence[int], t: float) -> Tensor:
     """Return the keys of the random bits of tensors at step t, int32 `[n]`, on the CPU."""
-    step = (
-        int(t)
-        if t <= EXACT
-        else int(torch.tensor(t, dtype=torch.float32, device="cpu").view(torch.int32))
-    )
+    step = int(t)
+    if t > EXACT:  # as in `step_of_key`
+        step = int(torch.tensor(t, dtype=torch.float32, device="cpu").view(torch.int32))
     return plain(mixed)(plain(mixed)(torch.tensor(seeds, dtype=torch.int32, device="cpu")) + step)  # type: ignore[no-any-return]
 
 

@@ -432,13 +432,13 @@ class Wrapper(nn.Module):
 
 
 def wrapped(kind: str) -> Any:
-    model: Any = net()
-    if kind == "compile":
-        model.second = torch.compile(model.second, backend="eager")
-    if kind == "checkpoint":
-        model.second = checkpoint_wrapper(model.second)
-    if kind == "part":
-        model.second = Wrapper(model.second)
+    def compiled(module: nn.Module) -> Any:
+        return torch.compile(module, backend="eager")
+
+    wrap = {"compile": compiled, "checkpoint": checkpoint_wrapper, "part": Wrapper}.get(kind)
+    model = net()
+    if wrap is not None:
+        setattr(model, "second", wrap(model.second))  # noqa: B010
     return Wrapper(model) if kind == "whole" else model
 
 
