@@ -82,6 +82,14 @@ def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out, which is torch's RuntimeError on some devices."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    texts = "out of memory", "allocate memory", "not enough memory"
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
 _LONGEST = 200
 
 

@@ -133,7 +133,7 @@ class Session:
         self.observers: list[Observer] = []
         if self.properties.diagnose is not None:
             self.observers.append(MAKERS[self.properties.diagnose](self))
-        self.undo = Undo()
+        self.undos: list[Undo] = []
         self._called = opt_level
 
     # Set up and tear down.
@@ -181,7 +181,8 @@ class Session:
     def close(self) -> None:
         """Restore torch, the models and the optimizers. Idempotent.
 
-        After an error or an interrupt, call it again, and it goes on with the rest.
+        After an error, as of memory that has run out, or an interrupt, call it again: it goes on with
+        the rest, and nothing is lost.
 
         Models get back the dtype that they had before, with the values of the masters, and optimizer
         state gets the dtype of its parameters. At `O3`, shards of FSDP2 stay in 16 bits, because FSDP2
@@ -202,7 +203,10 @@ class Session:
         with torch.inference_mode(False):  # weights that are cast in it could not be trained
             memory = self.masters.memory
             memory.note(named_tensors(self.live_models()))
-            self.undo.close()
+            for undo in self.undos:  # of other models too, whatever fails below
+                undo.unpatch()
+            for undo in reversed(self.undos):
+                undo.close()
             self.masters.forget_casts()
             memory.forget()
 

@@ -68,15 +68,15 @@ class Setup:
         """Make all changes; if one fails, undo all of them."""
         session, undo = self._session, self._undo
         known = len(session.models), len(session.attached)
-        session.undo.callback(_recast_states, self._attached)  # after parameters have their old dtype
-        session.undo.callback(undo.close)
+        session.undos.append(undo)
+        undo.callback(_let_go, self._attached, undo)  # last, when parameters have their old dtype
         try:
             active.add(session)
             undo.memory.note(named_tensors(self._models))
             self._prepare_models()
-            new = self._attach()
+            self._attach()
             self._watch_models()
-            self._finish(new)
+            self._finish()
             undo.has_succeeded()
             load_in_background()  # of which nothing has to be undone
         finally:
@@ -122,17 +122,15 @@ class Setup:
             self._undo.callback(unattached.forget, weakref.WeakSet(self._models))
             unattached.watch(self._models)
 
-    def _attach(self) -> list[AttachedOptimizer]:
+    def _attach(self) -> None:
         """Put masters into the optimizers, and wrap their methods."""
         session = self._session
         session.masters.note_casts(self._undo.before)
-        new = []
         for optimizer in self._optimizers:
             attached = AttachedOptimizer(optimizer, session)
+            self._attached.append(attached)
             self._undo.callback(attached.detach)
             attached.attach(self._undo.before)
-            new.append(attached)
-        return new
 
     def _watch_models(self) -> None:
         """Hook the models, so that the session sees their forwards, and lives as long as they do."""
@@ -149,29 +147,27 @@ class Setup:
         if session.fp8 is not None and session.fp8.history is not None:
             session.fp8.history.groups_of_data = session.synchronization.groups_of_ddps
 
-    def _finish(self, new: list[AttachedOptimizer]) -> None:
+    def _finish(self) -> None:
         """Do the rest, which needs the models and the optimizers, and log advice."""
         session, undo = self._session, self._undo
-        for one in new:
+        for one in self._attached:
             undo.if_it_fails.append(one.remember_state())
             one.recast_state(session.properties.state_dtype)
             one.note_parameters()
-        self._advise(new)
+        self._advise()
         groups = fsdp1_groups(self._models)
         for scaler in session.scalers:
             take_back = functools.partial(setattr, scaler, "process_groups", scaler.process_groups)
             undo.if_it_fails.append(take_back)
             scaler.process_groups += groups
-        session.attached += new
-        undo.if_it_fails.append(self._attached.clear)
-        self._attached += new
+        session.attached += self._attached
 
-    def _advise(self, new: Iterable[AttachedOptimizer]) -> None:
+    def _advise(self) -> None:
         session = self._session
         for message in filter(None, [strategy.finish() for strategy in session.strategies]):
             session.log(logging.INFO, message)
         on_devices = arguments.advise_on_devices(session.properties, self._models)
-        on_eps = [arguments.advise_on_eps(one.optimizer) for one in new]
+        on_eps = [arguments.advise_on_eps(one.optimizer) for one in self._attached]
         for message in chain(on_devices, *on_eps):
             session.log(logging.WARNING, message)
 
@@ -188,6 +184,6 @@ def _check_not_cast(model: nn.Module) -> None:
         )
 
 
-def _recast_states(attached: Iterable[AttachedOptimizer]) -> None:
+def _let_go(attached: Iterable[AttachedOptimizer], undo: Undo) -> None:
     for one in attached:
-        one.recast_state()
+        one.let_go(has_trained=undo.is_for_close)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amp.dtypes import SCALABLE, dtype_name
-from amp.errors import AmpError, AmpTypeError, AmpValueError, brief
+from amp.errors import AmpError, AmpTypeError, AmpValueError, brief, is_out_of_memory
 
 LARGEST_COUNT = 2**31
 """The largest count in a state dict. Counters are int32 in other libraries. Here and in torch they are
@@ -278,8 +278,7 @@ def all_or_nothing(optimizer: Any) -> Iterator[None]:
         for mapping, entries in state:
             mapping.clear()
             mapping.update(entries)
-        out_of_memory = (MemoryError, torch.OutOfMemoryError)  # of which the state dict is not guilty
-        if isinstance(error, (AmpError, *out_of_memory)) or not isinstance(error, Exception):
+        if isinstance(error, AmpError) or not isinstance(error, Exception) or is_out_of_memory(error):
             raise
         raise AmpValueError(
             f"{type(optimizer).__name__} cannot load this state dict: {type(error).__name__}: {error}. "

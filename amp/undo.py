@@ -35,7 +35,7 @@ class Contents(NamedTuple):
 class Undo:
     """The functions that undo one `initialize`, called in reverse order.
 
-    A callback may be called again, because `close` may be repeated after an error or an interrupt.
+    A function may be called again, because `close` may be repeated after an error or an interrupt.
 
     Args:
         memory: gives tensors memory in another dtype, and back.
@@ -52,41 +52,39 @@ class Undo:
         self.before: dict[Tensor, Contents] = {}
         self.if_it_fails: list[Callable[[], object]] = []
         self._callbacks: list[Callable[[], object]] = []
+        self._always: list[Callable[[], object]] = []
 
     def callback(self, function: Callable[..., object], *args: Any) -> None:
         """Let `close` call a function."""
         self._callbacks.append(functools.partial(function, *args))
 
     def always(self, function: Callable[[], object]) -> None:
-        """Let `close` call a function, or the garbage collector, if `close` is never called.
+        """Let `unpatch` call a function, or the garbage collector, if `close` is never called.
 
         The function must not refer to an object that refers to this one.
         """
-        finalizer = weakref.finalize(self, function)
-        finalizer.atexit = False
-        self.callback(finalizer.detach)
-        self.callback(function)
+        weakref.finalize(self, function).atexit = False
+        self._always.append(function)
 
     def has_succeeded(self) -> None:
         """Forget what is only for a failure."""
         self.is_for_close, self.before, self.if_it_fails = True, {}, []
 
+    def unpatch(self) -> None:
+        """Call the functions that undo what is for the whole process. Idempotent."""
+        for function in reversed(self._always):
+            function()
+
     def close(self) -> None:
         """Call the callbacks, newest first, and forget each one that succeeds.
 
-        If one raises an error, the others are still called, and the first error is raised at the end.
-        An interrupt ends the call at once. The next call goes on with the callbacks that are left.
+        An error or an interrupt ends the call: older callbacks undo what newer ones rely on, as a cast
+        that masters remember. The next call goes on with the callbacks that are left.
         """
-        errors: list[Exception] = []
-        for i in reversed(range(len(self._callbacks))):
-            try:
-                self._callbacks[i]()
-            except Exception as error:
-                errors.append(error)
-            else:
-                del self._callbacks[i]
-        if errors:
-            raise errors[0]
+        self.unpatch()
+        while self._callbacks:
+            self._callbacks[-1]()
+            del self._callbacks[-1]
 
     def roll_back(self) -> None:
         """Undo everything, because `initialize` has failed."""

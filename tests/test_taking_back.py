@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
 from amp import active
@@ -135,6 +136,134 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
     assert outlook(model, made) == before
     assert_same(values(model, made), was)
     model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
+
+
+class NoMemory(TorchDispatchMode):
+    """Lets the n-th operation that needs memory find none; with `for_long` all later ones, too."""
+
+    _ALIASES = "detach", "view", "alias", "as_strided", "expand"
+
+    def __init__(self, n: int, for_long: bool) -> None:
+        super().__init__()
+        self.n, self.for_long, self.was_met = n, for_long, False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.n -= not any(name in str(function) for name in self._ALIASES)
+        if self.n == 0 or (self.for_long and self.n < 0):
+            self.was_met = True
+            raise torch.OutOfMemoryError("no more")
+        return function(*args, **(kwargs or {}))
+
+
+SMALL: dict[str, tuple[Any, dict[str, Any]]] = {
+    "O1": (amp.optimizers.FusedAdam, {"state_dtype": "bfloat16"}),
+    "O2": (torch.optim.Adam, {}),
+    "O2 deferred": (amp.optimizers.FusedAdam, {"loss_scale": 128.0}),
+    "O3": (amp.optimizers.FusedAdam, {"state_dtype": "bfloat16"}),
+    "O5": (torch.optim.Adam, {}),
+    "O5 split16": (torch.optim.Adam, {"master_weights": "split16"}),
+    "O5 packed": (amp.optimizers.FusedAdam, {"master_weights": "split24", "state_dtype": "packed16"}),
+    "O7 delayed": (torch.optim.Adam, {"fp8": {"recipe": "delayed"}}),
+}
+
+
+def all_of(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return copies of weights, state and gradients."""
+    grads = {f"grad {i}": p.grad for i, p in enumerate(model.parameters()) if p.grad is not None}
+    return values(model, optimizer) | {name: grad.clone() for name, grad in grads.items()}
+
+
+def begin(level: str) -> tuple[nn.Module, Any]:
+    """Return a model and an optimizer that have trained in a session, with gradients for a step."""
+    optimizer, options = SMALL[level]
+    model, made = make(optimizer)
+    amp.initialize(model, made, opt_level=level[:2], verbosity=0, **options)
+    for seed in range(2):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
+        with amp.scale_loss(model(x).float().square().mean(), made) as scaled_loss:
+            scaled_loss.backward()
+        if not seed:
+            made.step()
+            made.zero_grad()
+    return model, made
+
+
+@every_nth_line(9, 1)
+@pytest.mark.parametrize("level", SMALL)
+def test_a_close_that_runs_out_of_memory_can_be_repeated_and_loses_nothing(
+    level: str, every: int
+) -> None:
+    model, optimizer = begin(level)
+    amp.get_session(optimizer).close()
+    expected, seen = all_of(model, optimizer), outlook(model, optimizer)
+    for n in range(1, 400, every):
+        model, optimizer = begin(level)
+        memory = NoMemory(n, for_long=bool(n % 2))
+        with memory, suppress(torch.OutOfMemoryError):
+            amp.get_session(optimizer).close()
+        assert outlook(model, optimizer)[1] == seen[1]  # functions of the whole process
+        if memory.was_met:
+            amp.get_session(optimizer).close()
+        assert_same(all_of(model, optimizer), expected)
+        assert outlook(model, optimizer)[:3] == seen[:3]
+        if not memory.was_met:
+            break
+    assert n > 9
+
+
+@every_nth_line(9, 1)
+@pytest.mark.parametrize("level", SMALL)
+def test_an_initialize_that_runs_out_of_memory_leaves_nothing_changed(level: str, every: int) -> None:
+    optimizer, options = SMALL[level]
+    for n in range(1, 400, every):
+        model, made = make(optimizer)
+        model(torch.randn(4, 16)).square().sum().backward()
+        before, was = outlook(model, made), all_of(model, made)
+        memory = NoMemory(n, for_long=bool(n % 2))
+        try:
+            with memory:
+                amp.initialize(model, made, opt_level=level[:2], verbosity=0, **options)
+        except torch.OutOfMemoryError:
+            assert outlook(model, made) == before
+            assert_same(all_of(model, made), was)
+            amp.initialize(model, made, opt_level=level[:2], verbosity=0, **options)
+        amp.get_session(made).close()
+        if not memory.was_met:
+            break
+    assert n > 9
+
+
+def test_a_close_without_memory_leaves_no_function_patched_by_any_initialize() -> None:
+    (first, of_first), (second, of_second) = make(), make()
+    session, before = amp.Session("O2", verbosity=0), outlook(first, of_first)
+    weights = [p.detach().clone() for p in (*first.parameters(), *second.parameters())]
+    session.initialize(first, of_first)
+    session.initialize(second, of_second)
+    with NoMemory(1, True), pytest.raises(torch.OutOfMemoryError):
+        session.close()
+    assert outlook(first, of_first)[1] == before[1]
+    of_second.zero_grad()
+    session.close()
+    assert outlook(first, of_first)[:3] == before[:3]
+    for now, was in zip((*first.parameters(), *second.parameters()), weights, strict=True):
+        assert torch.equal(now, was)
+
+
+def test_a_failed_initialize_leaves_the_names_of_layers_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no more")
+
+    model, optimizer = make()
+    session = amp.Session("O7", fp8={"recipe": "delayed"}, verbosity=0)
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(AttachedOptimizer, "attach", fail)
+        session.initialize(model, optimizer)
+    session.initialize(model, optimizer)
+    assert session.fp8 is not None
+    assert session.fp8.history is not None
+    assert session.fp8.history.names == ["0"]
 
 
 @pytest.mark.parametrize("level", ["O6", "O7"])

@@ -32,19 +32,16 @@ class Draws:
         self._words: list[int] = []
 
     def add(self, names: Sequence[str], *devices: torch.device) -> int:
-        """Add counts for layers on these devices, and return the index of the first new layer."""
+        """Add counts for layers on these devices, and return the index of the first new layer.
+
+        The lists and tensors are new ones: the attributes from before, set again, remove the counts.
+        """
         first = len(self.names)
         counts = self.counts.to(devices[0])
         self.counts = torch.cat([counts, counts.new_zeros(len(names))])
-        self.names += names
-        self._words += [zlib.crc32(name.encode()) for name in names]
+        self.names = [*self.names, *names]
+        self._words = [zlib.crc32(name.encode()) for name in self.names]
         return first
-
-    def remove(self, count: int) -> None:
-        """Remove the counts of the newest layers."""
-        if count:
-            del self.names[-count:], self._words[-count:]
-            self.counts = self.counts[: len(self.names)].clone()
 
     def next(self, layer: int, device: torch.device) -> Draw:
         """Return the next draw of a layer, and count it. The host does not wait for the device."""

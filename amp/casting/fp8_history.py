@@ -62,6 +62,8 @@ class AmaxHistory:
     def add(self, names: Sequence[str], *devices: torch.device) -> int:
         """Add entries for layers on these devices, and return the index of the first new layer.
 
+        The lists and tensors are new ones: the attributes from before, set again, remove the entries.
+
         Raises:
             AmpRuntimeError: the layers are on several devices.
         """
@@ -75,17 +77,10 @@ class AmaxHistory:
         self._move(devices[0])
         more = self.amaxes.new_zeros(len(self.amaxes), 3 * len(names))
         self.amaxes = torch.cat([self.amaxes, more], 1)
-        self.names += names
+        self.names = [*self.names, *names]
         self.is_new, self._new_until = True, self.iteration + _NEW
         self._refresh()
         return first
-
-    def remove(self, count: int) -> None:
-        """Remove the entries of the newest layers."""
-        if count:
-            del self.names[-count:]
-            self.amaxes = self.amaxes[:, : 3 * len(self.names)].clone()
-            self._refresh()
 
     def factor(self, layer: int, entry: int, device: torch.device) -> Tensor:
         """Return the factor of an entry, float32 `[]`."""

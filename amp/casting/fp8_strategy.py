@@ -111,6 +111,7 @@ class Fp8Linears(Strategy):
             return
         reached, missed = choose(model, recipe, self.properties.rules)
         prefix = f"model {self._models}: " if self._models else ""
+        undo.if_it_fails.append(functools.partial(setattr, self, "_models", self._models))
         self._models += 1
         self._prepared += 1
         names = [name for name, _ in model.named_modules()]
@@ -176,8 +177,8 @@ class Fp8Linears(Strategy):
             self.draws = Draws(recipe)
         kept = self._kept
         if names and kept is not None:
+            undo.if_it_fails.append(functools.partial(vars(kept).update, dict(vars(kept))))
             first = kept.add(bare, *[_stored(module).device for module in reached.values()])
-            undo.if_it_fails.append(functools.partial(kept.remove, len(names)))
         gathered = self._gather(model, reached, undo)
         alike = Layer(recipe, "", self.switch, self.history, self.draws)
         layers: dict[nn.Module, Layer] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from amp.distributed import shard_like
 from amp.errors import AmpValueError, brief, first_few
+from amp.kernels.interrupts import at_once
 from amp.kernels.tensor_lists import local, slices
 from amp.lazy import kernels
 from amp.profiles.properties import STATE_DTYPES
@@ -118,9 +120,7 @@ def pack_moments(entry: dict[str, Any], parameter: Tensor, like: Tensor | None =
         for part, *values in slices(words, *both):
             m, v = [x.to(part.device, torch.float32) for x in values]
             part.copy_(kernels.packing.pack(m, v, kernels.packing.TO_NEAREST))
-        entry[PACKED] = shard_like(words, parameter)
-        for name in _BOTH:
-            del entry[name]
+        _replace(entry, _BOTH, {PACKED: shard_like(words, parameter)})
 
 
 def unpack_moments(entry: dict[str, Any], parameter: Tensor, dtype: torch.dtype) -> None:
@@ -131,8 +131,13 @@ def unpack_moments(entry: dict[str, Any], parameter: Tensor, dtype: torch.dtype)
         for part, *targets in slices(words, *both):
             for target, values in zip(targets, kernels.packing.unpack(part.int()), strict=True):
                 target.copy_(values)
-        entry |= {name: shard_like(x, parameter) for name, x in zip(_BOTH, both, strict=True)}
-        del entry[PACKED]
+        moments = {name: shard_like(x, parameter) for name, x in zip(_BOTH, both, strict=True)}
+        _replace(entry, [PACKED], moments)
+
+
+def _replace(entry: dict[str, Any], old: Iterable[str], new: dict[str, Any]) -> None:
+    """Replace entries at once, so that nothing is lost if memory runs out, or by an interrupt."""
+    at_once(functools.partial(entry.update, new), *(functools.partial(entry.pop, x) for x in old))
 
 
 def _require(optimizer: FusedOptimizer, what: str, names: Iterable[str], found: Iterable[str]) -> None:

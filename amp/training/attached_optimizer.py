@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
-from amp.errors import AmpError, AmpValueError
+from amp.errors import AmpError, AmpValueError, is_out_of_memory
 from amp.kernels.interrupts import at_once
 from amp.masters.grads import store_grads
 from amp.masters.master_weights import MasterWeights
@@ -172,8 +172,10 @@ class AttachedOptimizer:
             return
         try:
             self.gradients.finish()
-        except (AmpError, RuntimeError):  # the user has seen it before; the session must close
-            self.gradients.clear()
+        except (AmpError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
+            self.gradients.clear()  # the user has seen it before; the session must close
         self._patches.undo()
         forget_inputs(self.optimizer)
         stepped = [each for group in self.optimizer.param_groups for each in group["params"]]
@@ -187,16 +189,28 @@ class AttachedOptimizer:
                 group["params"][:] = params  # the same list, which LBFGS keeps
             else:  # a script has put another sequence there
                 group["params"] = params
-        for master, parameter in self._released.items():
+        while self._released:  # each is forgotten once its values and its gradient are given back
+            master, parameter = next(iter(self._released.items()))
             self.masters.release(master, self)
             parameter.grad = None if master.grad is None else master.grad.to(parameter.dtype)
+            del self._released[master]
         self.gradients.let_go()
+        self._is_attached = False
+
+    def let_go(self, has_trained: bool) -> None:
+        """Give the optimizer's state its own dtype, after `detach` and the casts of parameters.
+
+        Idempotent. From here on `amp.get_session` does not find the session by the optimizer.
+
+        Args:
+            has_trained: whether `initialize` has succeeded; if not, moments are what they were.
+        """
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = self._own_state_dtype
+        elif has_trained:
+            self.recast_state()
         if AttachedOptimizer.of(self.optimizer) is self:
             delattr(self.optimizer, ATTACHED)
-        self._released = {}
-        self._is_attached = False
 
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
