@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import amp
 from amp import active
 from amp.errors import AmpRuntimeError
+from amp.kernels.tensor_lists import local
 from amp.masters.fp32_values import put_values, values_of
 from amp.session import Session
 from amp.training.attached_optimizer import AttachedOptimizer
@@ -41,8 +42,9 @@ class LateOptimizers:
         self.session = Session(**quiet)  # raises now if an option is not valid
         self.session.close()
         self._cast: list[Tensor] = []
-        self._float32: dict[Tensor, Tensor] = {}
-        """The values of cast tensors from before the cast, until they have a master."""
+        self._float32: dict[Tensor, tuple[Tensor, int]] = {}
+        """The values of cast tensors from before the cast, until they have a master, and their versions
+        after it."""
         self._optimizers: list[weakref.ref[Any]] = []
         self._state: dict[str, Any] = {}
 
@@ -67,9 +69,9 @@ class LateOptimizers:
                 self.session.load_state_dict(self._state)
         else:
             self.session.initialize(model)
-        cast = {x: data for x, data in before.items() if x.dtype is not data.dtype}
+        cast = [x for x, data in before.items() if x.dtype is not data.dtype]
         self._cast += cast
-        self._float32 |= cast
+        self._float32 |= {x: (before[x], local(x)._version) for x in cast}
         return model
 
     def attach(self, optimizers: Sequence[Any], wrapped: nn.Module | None = None) -> None:
@@ -88,7 +90,7 @@ class LateOptimizers:
         session.initialize([], new)
         self._optimizers = [*map(weakref.ref, self.optimizers), *map(weakref.ref, new)]
         for tensor in [x for x in self._float32 if session.masters.pair(x) is not None]:
-            values = _of_first_rank(tensor, self._float32.pop(tensor), wrapped)
+            values = _of_first_rank(tensor, self._float32.pop(tensor)[0], wrapped)
             put_values(tensor, _fitting(values, tensor))
         for parameter in chain.from_iterable(map(amp.master_params, new)):
             self._float32.pop(parameter, None)  # without a master, training changes the parameter
@@ -130,19 +132,20 @@ class LateOptimizers:
     def end(self) -> None:
         """Close the session. Weights and optimizer state become FP32, with the masters' full values.
 
-        Gradients are dropped. The host waits for the device.
+        Gradients are dropped. The host waits for the device. After an error, call it again.
         """
-        if self.session.closed:
-            return
-        self.state_dict()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        memory = self.session.masters.memory
-        memory.note(self._cast)
-        for tensor in self._cast:
-            data = memory.cast(tensor, torch.float32, self._values_of(tensor))
-            Contents(data, None).put_into(tensor)
-        self._cast, self._float32, self._optimizers = [], {}, []
+        if not self.session.closed:
+            self.state_dict()
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            memory = self.session.masters.memory
+            memory.note(self._cast)
+            while self._cast:
+                tensor = self._cast[-1]
+                data = memory.cast(tensor, torch.float32, self._values_of(tensor))
+                Contents(data, None).put_into(tensor)
+                self._cast.pop()
+            self._float32, self._optimizers = {}, []
         self.session.close()
 
     def _values_of(self, tensor: Tensor) -> Tensor:
@@ -150,9 +153,11 @@ class LateOptimizers:
         masters, home = self.running().masters, tensor.device
         pair = masters.pair(tensor)
         if pair is None:
-            before = self._float32.get(tensor, tensor.data).to(home)
-            is_unchanged = torch.equal(before.to(tensor.dtype), tensor.detach())
-            return before.float() if is_unchanged else tensor.detach().float()
+            now, (before, version) = tensor.detach(), self._float32.get(tensor, (tensor.data, -1))
+            if local(tensor)._version == version:  # else the values of now were written to it
+                before = before.to(home)
+                now = before if torch.equal(before.to(tensor.dtype), now) else now
+            return now.float()
         tensor.data = tensor.data.to(pair.master.device)  # a framework may have moved the model away
         return _fitting(values_of(tensor), tensor).to(home, copy=True)
 
