@@ -18,6 +18,7 @@ from torch import nn
 
 from amp import distributed
 from amp.masters.grads import store_grads
+from amp.own_tensors import own_tensors
 from amp.patching import Patch, Patches, around
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.gradients import State
@@ -139,7 +140,7 @@ def _masters_in(model: nn.Module, optimizers: Iterable[Any]) -> Iterator[dict[An
     places: list[tuple[nn.Module, str, Any]] = []
     found: dict[Any, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        for name, parameter in own_tensors(module):
             for masters in registries:
                 if (master := masters.master(parameter)) is not None:
                     places.append((module, name, parameter))

@@ -44,6 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "torch_versions",
         "undo",
         "atomic_save",
+        "own_tensors",
     ),
 }
 """From top to bottom: packages and modules of amp. Each imports what is in its layer or below it."""

@@ -45,6 +45,7 @@ from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.interrupts import without_grad
+from amp.own_tensors import own_tensors
 from amp.profiles.keys import shown
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
@@ -99,12 +100,9 @@ def _ruled_dtypes(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, to
 
 
 def _every_named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
-
-
-def _tensors_of(module: nn.Module) -> tuple[Tensor, ...]:
-    return (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in own_tensors(module):
+            yield f"{path}.{name}".removeprefix("."), tensor
 
 
 def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch.dtype]:
@@ -119,8 +117,9 @@ def dtypes_to_be(model: nn.Module, properties: Properties) -> dict[Tensor, torch
     to_be: dict[Tensor, torch.dtype | None] = {}
     for module in model.modules():
         if not keeps_fp32(module, properties):
-            to_be.update(dict.fromkeys(module.buffers(recurse=False), properties.buffer_dtype or cast))
-            to_be.update(dict.fromkeys(module.parameters(recurse=False), cast))
+            for name, tensor in own_tensors(module):
+                is_buffer = name in module._buffers
+                to_be[tensor] = (properties.buffer_dtype if is_buffer else None) or cast
     to_be |= {tensor: rule.dtype for tensor, rule in ruled_tensors(model, properties.rules).items()}
     return {x: dtype for x, dtype in to_be.items() if dtype is not None and x.dtype in CASTABLE}
 
@@ -335,7 +334,7 @@ def _needed_input_dtype(
 
     `gathered` has the dtypes of FSDP2's shards when they are gathered for a forward.
     """
-    tensors = filter(Tensor.is_floating_point, _tensors_of(module))
+    tensors = [tensor for _, tensor in own_tensors(module) if tensor.is_floating_point()]
     dtype = next((gathered.get(tensor, tensor.dtype) for tensor in tensors), None)
     is_cast_norm = isinstance(module, _NormBase) and dtype is model_dtype  # a wider one takes any input
     needs_its_own = (

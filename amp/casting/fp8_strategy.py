@@ -22,6 +22,7 @@ from amp.distributed import groups_of_meshes, is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError, AmpValueError, brief, first_few, warn
 from amp.names import bare_names
+from amp.own_tensors import own_tensors
 from amp.profiles.fp8_recipe import FP4, LARGEST_SEED, MULTIPLES, Counted, Fp8Recipe, counted
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
@@ -370,7 +371,7 @@ def choose(
     modules = dict(model.named_modules())
     linears = [module for module in modules.values() if isinstance(module, nn.Linear)]
     others = [module for module in modules.values() if not isinstance(module, nn.Linear)]
-    tied = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+    tied = {id(tensor) for module in others for _, tensor in own_tensors(module)}
     unused = {module.out_proj for module in others if isinstance(module, nn.MultiheadAttention)}
     ruled, ruled_weights = ruled_modules(model, rules), ruled_tensors(model, rules)
     counted_out = _counted_out(model, linears, recipe)

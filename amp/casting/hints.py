@@ -14,6 +14,7 @@ from amp.casting.cast_hooks import CastInputs, CastOutput
 from amp.casting.module_rules import ruled_tensors
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import first_few
+from amp.own_tensors import own_tensors
 
 _OF_MIXED_DTYPES = (
     "same dtype",
@@ -53,7 +54,7 @@ def _hint(error: RuntimeError, model: nn.Module) -> str | None:
             f"FP32{rule}, or compute in x.float()"
         )
     hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, CastInputs)]
-    own = {p.dtype for p in layer.parameters(recurse=False) if p.is_floating_point()}
+    own = {p.dtype for p in layer._parameters.values() if p is not None and p.is_floating_point()}
     own |= {p.dtype for p in vars(layer).values() if isinstance(p, torch.Tensor)}
     if wide := _kept_in_fp32(layer, model):
         return (
@@ -91,8 +92,7 @@ def _kept_in_fp32(layer: nn.Module, model: nn.Module) -> list[str]:
     wide = {x for x, rule in ruled.items() if rule.kind == "tensor"}
     if session.properties.buffer_dtype is not None:
         wide |= {x for x in model.buffers() if x not in ruled}
-    own = (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False))
-    return [name for name, x in own if x in wide and x.dtype is torch.float32]
+    return [name for name, x in own_tensors(layer) if x in wide and x.dtype is torch.float32]
 
 
 def _modules_on_the_way(error: BaseException) -> Iterator[nn.Module]:

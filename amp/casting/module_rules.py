@@ -23,6 +23,7 @@ from amp.casting.subclassing import (
 )
 from amp.dtypes import LOW_PRECISION
 from amp.errors import warn
+from amp.own_tensors import own_tensors
 from amp.profiles.rules import Rule
 
 
@@ -38,9 +39,9 @@ def ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, Ru
 
 def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a model, shared ones by each of their names."""
-    for prefix, module in model.named_modules():
-        yield from module.named_parameters(prefix=prefix, recurse=False)
-        yield from module.named_buffers(prefix=prefix, recurse=False)
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        yield from ((prefix + name, tensor) for name, tensor in own_tensors(module))
 
 
 def ruled_tensors(model: nn.Module, rules: Iterable[Rule]) -> dict[Tensor, Rule]:

@@ -1,6 +1,5 @@
 """Manual half precision: casting models, making masters, and copying between both."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from amp.errors import AmpTypeError, AmpValueError
 from amp.kernels.interrupts import without_grad
 from amp.lazy import kernels
+from amp.own_tensors import own_tensors
 from amp.undo import Contents
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
@@ -41,7 +41,7 @@ def network_to_half(network: nn.Module) -> nn.Sequential:
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the floating-point parameters, gradients and buffers of a module, not of its children."""
-    for tensor in itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False)):
+    for _, tensor in own_tensors(module):
         if tensor.is_floating_point():
             Contents.cast(tensor, dtype).put_into(tensor)
 

@@ -38,11 +38,11 @@ class _InFloat32:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def parameters(self, recurse: bool = True) -> Iterator[Tensor]:
-        return map(_in_float32, self._model.parameters(recurse))
+    def parameters(self, *args: Any) -> Iterator[Tensor]:
+        return map(_in_float32, self._model.parameters(*args))
 
-    def buffers(self, recurse: bool = True) -> Iterator[Tensor]:
-        return map(_in_float32, self._model.buffers(recurse))
+    def buffers(self, *args: Any) -> Iterator[Tensor]:
+        return map(_in_float32, self._model.buffers(*args))
 
 
 def _in_float32(tensor: Tensor) -> Tensor:

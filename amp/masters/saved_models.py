@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
 from amp.masters.fp32_values import pair_of, values_of
 from amp.masters.master_weights import MasterWeights
+from amp.own_tensors import own_tensors
 from amp.undo import Undo
 
 
@@ -50,7 +51,7 @@ class _InFloat32:
     ) -> None:
         """Make 16-bit entries of a state dict FP32."""
         masters = self._masters
-        for name, tensor in _own_tensors(module):
+        for name, tensor in own_tensors(module):
             entry = state_dict.get(prefix + name)
             pair = masters.pair(tensor)
             if pair is not None and isinstance(entry, Tensor):
@@ -63,7 +64,7 @@ class _InFloat32:
 
     def refresh(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
         """Let masters take the values of a state dict unrounded, before the module loads it."""
-        for name, tensor in _own_tensors(module):
+        for name, tensor in own_tensors(module):
             value = state_dict.get(prefix + name)
             pair = self._masters.pair(tensor)
             if pair is not None and isinstance(value, Tensor) and value.shape == tensor.shape:
@@ -72,7 +73,7 @@ class _InFloat32:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InFloat32:
         module = self._module()
-        for name, tensor in () if module is None else _own_tensors(module):
+        for name, tensor in () if module is None else own_tensors(module):
             _widen_copy(module, name, tensor, memo)
         return _of_a_copy()
 
@@ -99,11 +100,6 @@ def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) ->
     else:
         stepped.detach().copy_(values)
         memo[id(tensor)] = memo[id(module._parameters)][name] = stepped
-
-
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=False, remove_duplicate=False)
-    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 # Models of transformers.

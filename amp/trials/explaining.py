@@ -18,6 +18,7 @@ from amp.diagnosis.places import modules_of
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
+from amp.own_tensors import own_tensors
 from amp.profiles.keys import shown
 from amp.profiles.rules import Rule
 from amp.session import Session
@@ -175,9 +176,10 @@ class _Explainer:
         """Return, as a sentence, what decides the precision of a call."""
         properties, caster = self._properties, self._caster
         module = self._modules[call.place.module]
-        weights = {dtype_name(x.dtype): None for x in module.parameters(recurse=False)}
+        own = [x for _, x in own_tensors(module)]
+        weights = {dtype_name(x.dtype): None for x in own if isinstance(x, nn.Parameter)}
         held = f"; its weights are {', '.join(weights)}" if weights else ""
-        for x in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        for x in own:
             by_name = self._ruled_tensors.get(x)
             if by_name is not None and by_name.kind == "tensor":
                 said = f"'{by_name.pattern}' says {shown(by_name.dtype)} ({by_name.source})"

@@ -21,6 +21,7 @@ from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, CONSTANTS
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
+from amp.own_tensors import own_tensors
 from amp.profiles.fp8_recipe import FP4
 from amp.profiles.properties import Properties
 
@@ -59,7 +60,7 @@ def _tied(properties: Properties, model: nn.Module) -> Iterator[Finding]:
     by_name = ruled_tensors(model, properties.rules)
     holders: defaultdict[nn.Parameter, list[str]] = defaultdict(list)
     for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
+        for parameter in (x for _, x in own_tensors(module) if isinstance(x, nn.Parameter)):
             is_named = parameter in by_name and by_name[parameter].kind == "tensor"
             if parameter.dtype in CASTABLE and not is_named:
                 holders[parameter].append(name)

@@ -1,0 +1,16 @@
+"""The tensors that a module holds itself, whatever its class makes of `named_parameters` and the like.
+
+A class may override these with fewer arguments than `nn.Module` has: `remove_duplicate` is new in torch
+2.0, and torchrl's loss modules do not have it. Elsewhere amp calls them without arguments.
+"""
+
+from collections.abc import Iterator
+
+from torch import Tensor, nn
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers that a module holds itself, by all their names."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield name, tensor
