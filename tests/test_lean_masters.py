@@ -169,6 +169,85 @@ def test_a_weight_that_is_overwritten_rounds_to_what_was_written(overwrite: Any,
     train(model, opt, first=3)
 
 
+@pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
+def test_values_that_float16_does_not_have_are_refused_by_name(kind: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = FusedAdam(model.parameters())
+    with torch.no_grad():
+        model[1].weight[0, 0] = 70000.0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(AmpValueError, match="1.weight would get values beyond 65504"):
+        amp.initialize(model, optimizer, opt_level="O2", master_weights=kind, verbosity=0)
+    assert_equal(model.state_dict(), before)
+    with torch.no_grad():
+        model[1].weight[0, 0] = -torch.inf  # a mask, which float16 has
+        model[1].weight[0, 1] = 65504.0
+    amp.initialize(model, optimizer, opt_level="O2", master_weights=kind, verbosity=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    bad = {name: value + 1 for name, value in before.items()}
+    bad["1.weight"] = torch.full((4, 4), -1e5)
+    with pytest.raises(AmpValueError, match="1.weight would get values beyond 65504"):
+        model.load_state_dict(bad)
+    assert_equal(model.state_dict(), before)
+    model[0].weight.data = torch.full((4, 4), 1e5)
+    with pytest.raises(AmpValueError, match="'0.weight' would get values beyond 65504"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("level", "masters", "is_own"),
+    [(level, True, True) for level in WITH_MASTERS]
+    + [(level, kind, False) for level in WITH_MASTERS for kind in ("split16", "kahan")]
+    + [("O3", None, False), ("O0", None, True), ("O4", None, True)],
+)
+def test_entries_of_a_state_dict_are_the_masters_or_copies(
+    level: str, masters: Any, is_own: bool
+) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    amp.initialize(model, optimizer, opt_level=level, master_weights=masters, verbosity=0)
+    model.state_dict()["0.weight"].fill_(2.0)
+    model(torch.ones(1, 4))
+    assert bool((model[0].weight == 2.0).all()) is is_own
+
+
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_whole_masters_and_bfloat16_hold_values_beyond_float16(level: str) -> None:
+    model = nn.Linear(2, 2, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(70000.0)
+    masters = "split16" if level == "O5" else True
+    amp.initialize(
+        model, FusedAdam(model.parameters()), opt_level=level, master_weights=masters, verbosity=0
+    )
+    assert torch.equal(model.state_dict()["weight"], torch.full((2, 2), 70000.0))
+
+
+@pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [("O0", {}), ("O2", {"cast_model_type": "float32"}), ("O5", {"cast_model_type": False})],
+)
+def test_lean_masters_where_no_weight_is_in_16_bits_are_refused(
+    kind: str, level: str, options: Any
+) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(AmpRuntimeError, match=f"master_weights='?{kind}'?"):
+        amp.initialize(
+            model,
+            FusedAdam(model.parameters()),
+            opt_level=level,
+            master_weights=kind,
+            verbosity=0,
+            **options,
+        )
+    rules = [{"module": "0", "cast": "bfloat16"}]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = FusedAdam(model.parameters())
+    amp.initialize(model, optimizer, opt_level="O0", master_weights=kind, rules=rules, verbosity=0)
+
+
 def test_a_weight_that_is_put_back_has_all_its_bits() -> None:
     """As around an evaluation of an average."""
     model, opt = make("split16", "O5", "FusedAdam")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from amp.casting.by_model import dtypes_to_be
 from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.errors import AmpRuntimeError, first_few, warn
+from amp.errors import AmpRuntimeError, AmpValueError, first_few, warn
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.shared_memory import is_shared, outside_views, same_memory
@@ -93,12 +93,28 @@ def _warn_of_processes(named: Mapping[Tensor, str], cast: Iterable[Tensor]) -> N
 def check_masters(
     parameters: Iterable[Tensor], models: Sequence[nn.Module], properties: Properties
 ) -> None:
-    """Raise AmpRuntimeError if parameters that would get a master each share elements."""
-    if not properties.master_weights:
+    """Raise an AmpError for parameters that could not get a master each.
+
+    They share elements, or are float16 with lean masters and out of its range. The host waits for the
+    device only to know the latter.
+    """
+    kind = properties.master_weights
+    if not kind:
         return
     named = named_tensors(models)
     dtypes = {x: dtype for model in models for x, dtype in dtypes_to_be(model, properties).items()}
+    weights = {x.dtype for x in named if isinstance(x, nn.Parameter)}
+    may_be_lean = properties.casts_model or not weights or weights & LOW_PRECISION
+    if isinstance(kind, str) and not may_be_lean:
+        raise AmpRuntimeError(
+            f"master_weights={kind!r} keeps masters of weights in 16 bits, and the models have none: "
+            "the profile casts no weights. Leave it out, or take "
+            f"opt_level={levels_with('master_weights')}"
+        )
     with_master = [x for x in parameters if dtypes.get(x, x.dtype) in LOW_PRECISION]
+    if isinstance(kind, str):
+        halves = [x for x in with_master if dtypes.get(x, x.dtype) is torch.float16]
+        check_range((named.get(x, f"a parameter of shape {tuple(x.shape)}"), x) for x in halves)
     for overlap in same_memory(with_master):
         names = [named.get(x, f"a parameter of shape {tuple(x.shape)}") for x in overlap.tensors]
         how = (
@@ -111,4 +127,21 @@ def check_masters(
             f"steps would undo those of the others: {first_few(names)}. Either {how}; or pass only one "
             f"of them to the optimizer; or take a level without masters, such as opt_level="
             f"{levels_with('patch_torch_functions')}"
+        )
+
+
+def check_range(values: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise AmpValueError where finite values of float16 weights with lean masters are beyond 65504.
+
+    A lean master is the weight and more bits, and the weight would be inf. The host waits for the
+    device.
+    """
+    known = ((name, x) for name, x in values if x.is_floating_point() and not x.is_meta)
+    local = ((name, getattr(x, "_local_tensor", x).detach()) for name, x in known)
+    beyond = [name for name, x in local if (x.half().isinf() & x.isfinite()).any()]
+    if beyond:
+        raise AmpValueError(
+            f"{first_few(beyond)} would get values beyond 65504, which float16 does not have, and a "
+            "lean master is a float16 weight and more bits. Take master_weights=True, a level of "
+            "bfloat16, or a rule that keeps the module in FP32: rules: [{module: ..., cast: float32}]"
         )

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp.casting.memory_checks import check_range
 from amp.distributed import set_values
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels import host_lists
@@ -135,6 +136,8 @@ class Pairs:
                 ".to(). It is cast back, since masters have its FP32 values. Leave out the cast, or "
                 "close the session before it: amp.get_session(optimizer).close()"
             )
+        lean_halves = [x for x in cast if x.low is not None and x.dtype is torch.float16]
+        check_range((self._called(x.parameter), x.parameter) for x in lean_halves)
         for pair, values in zip(cast, given, strict=True):
             set_values(pair.parameter, values.to(pair.dtype))
             pair.load(values)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from amp.casting.memory_checks import check_range
 from amp.distributed import set_values
 from amp.dtypes import LOW_PRECISION
 from amp.masters.fp32_values import pair_of, values_of
@@ -63,7 +64,15 @@ class _InFloat32:
             masters.has_saved()
 
     def refresh(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Let masters take the values of a state dict unrounded, before the module loads it."""
+        """Let masters take the values of a state dict unrounded, before the module loads it.
+
+        With lean masters the host waits for a device that has values for float16 weights.
+        """
+        if not self._masters.are_whole:  # of the whole model, before any of it is loaded
+            named = own_tensors(module) if prefix else module.named_parameters()
+            pairs = ((prefix + name, self._masters.pair(tensor)) for name, tensor in named)
+            halves = [x for x, pair in pairs if pair is not None and pair.dtype is torch.float16]
+            check_range((x, y) for x in halves if isinstance(y := state_dict.get(x), Tensor))
         for name, tensor in own_tensors(module):
             value = state_dict.get(prefix + name)
             pair = self._masters.pair(tensor)

@@ -261,6 +261,10 @@ def _misfits(p: Properties) -> Iterator[Misfit]:
             yield name, value, f"functions cast only at opt_level={levels}. Take one of these."
     if p.buffer_dtype is not None and not p.casts_model:
         yield "buffer_dtype", p.buffer_dtype, "no buffer is cast there. Leave it out."
+    has_16_bits = any(rule.kind != "op" and rule.dtype in LOW_PRECISION for rule in p.rules)
+    if isinstance(p.master_weights, str) and p.cast_model_type is torch.float32 and not has_16_bits:
+        take = f"Leave it out, or take opt_level={levels_with('master_weights')}."
+        yield "master_weights", p.master_weights, f"the weights are FP32 themselves there. {take}"
     for rule in p.rules:
         if rule.kind != "op" and rule.dtype is None:
             what = "a module's weights have" if rule.kind == "module" else "a tensor has"
