@@ -172,7 +172,7 @@ def test_a_weight_that_is_overwritten_rounds_to_what_was_written(overwrite: Any,
 @pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
 def test_values_that_float16_does_not_have_are_refused_by_name(kind: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizer = FusedAdam(model.parameters())
     with torch.no_grad():
         model[1].weight[0, 0] = 70000.0

@@ -58,7 +58,7 @@ def test_what_was_written_to_a_buffer_is_what_it_ends_with(level: str) -> None:
 def test_an_end_that_runs_out_of_memory_can_be_repeated(level: str) -> None:
     late, model, _ = trained(level)
     late.end()
-    expected = model.state_dict()
+    expected, n = model.state_dict(), 0
     for n in range(1, 300, 2):
         late, model, _ = trained(level)
         memory = NoMemory(n, for_long=False)
