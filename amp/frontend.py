@@ -20,8 +20,9 @@ from amp.kernels.interrupts import followed_by
 from amp.profiles.loss_scaling import LossScaling
 from amp.profiles.properties import OVERRIDE_KEYS, SessionOptions, hint_at
 from amp.session import Session
-from amp.training.attached_optimizer import ATTACHED, AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.recorder import Transition
+from amp.training.wrapped_optimizers import ATTACHED
 
 M = TypeVar("M")
 T = TypeVar("T")

@@ -30,12 +30,13 @@ from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
 from amp.profiles.properties import Overrides, Properties
 from amp.setup import Setup
-from amp.training.attached_optimizer import ATTACHED, AttachedOptimizer
+from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
 from amp.training.synchronization import Synchronization
+from amp.training.wrapped_optimizers import ATTACHED
 from amp.undo import Undo
 
 logger = logging.getLogger("amp")

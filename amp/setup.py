@@ -118,9 +118,9 @@ class Setup:
             over_casts.install(averages.PATCHES)
         if properties.master_weights and dcp.is_in_use():
             patches.install(dcp.PATCHES)
-        if properties.master_weights and self._models:
-            self._undo.callback(unattached.forget, weakref.WeakSet(self._models))
-            unattached.watch(self._models)
+        if not session.is_plain:
+            self._undo.callback(unattached.forget)
+            unattached.watch()
 
     def _attach(self) -> None:
         """Put masters into the optimizers, and wrap their methods."""

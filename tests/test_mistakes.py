@@ -1,6 +1,8 @@
 """What newcomers do: each is right, or is told by name what to do."""
 
+import functools
 import multiprocessing
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,6 +108,62 @@ def test_a_step_in_the_backward_is_refused_while_gradients_are_scaled() -> None:
         amp.scale_loss(model(X).mean(), optimizer) as scaled_loss,
     ):
         scaled_loss.backward()
+
+
+def subclass(optimizer: Any) -> type:
+    """Make an optimizer one of a new class."""
+    optimizer.__class__ = type("Subclass", (type(optimizer),), {})
+    return type(optimizer)
+
+
+STEPS: dict[str, Callable[[Any], Callable[[], Any]]] = {
+    "bound": lambda optimizer: optimizer.step,
+    "partial": lambda optimizer: functools.partial(optimizer.step),
+    "the class's": lambda optimizer: lambda: type(optimizer).step(optimizer),
+    "a subclass's": lambda optimizer: lambda: super(subclass(optimizer), optimizer).step(),
+}
+
+
+@pytest.mark.parametrize(
+    ("level", "made", "how"),
+    covering(["O1", "O2", "O4", "O5"], ["AdamW", "FusedAdam"], [*STEPS], strength=2),
+)
+def test_a_step_that_is_not_that_of_initialize_changes_nothing(level: str, made: str, how: str) -> None:
+    own = torch.optim.AdamW if made == "AdamW" else amp.optimizers.FusedAdam
+    model = net()
+    optimizer: Any = own(model.parameters(), lr=0.1)
+    step = STEPS[how](optimizer)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+    def backward() -> None:
+        optimizer.zero_grad()
+        with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    backward()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(amp.AmpError, match=r"a step of .* was called .* Call optimizer\.step\(\)"):
+        step()
+    after = model.state_dict()
+    assert all(after[name].equal(before[name]) for name in before)
+    optimizer.step()
+    assert not any(model.state_dict()[name].equal(before[name]) for name in before)
+    amp.get_session(optimizer).close()
+    model(X).sum().backward()
+    step()  # which is the optimizer's step again
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_where_a_step_is_the_optimizers_own_it_may_be_taken_before_initialize(level: str) -> None:
+    model = net()
+    optimizer = sgd(model)
+    step = optimizer.step
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    with amp.scale_loss(model(X).float().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = model[0].weight.detach().clone()
+    step()
+    assert not model[0].weight.equal(before)
 
 
 class Images(torch.utils.data.Dataset):

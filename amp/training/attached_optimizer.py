@@ -31,11 +31,8 @@ from amp.training.gradients import Gradients, Groups
 from amp.training.misuse import Misuse
 from amp.training.parameter_check import ParameterCheck
 from amp.training.step import OptimizerStep, forget_inputs
-from amp.training.wrapped_optimizers import chain_of, inherits, innermost, own_methods
+from amp.training.wrapped_optimizers import ATTACHED, chain_of, inherits, innermost, own_methods
 from amp.undo import Contents
-
-ATTACHED = "_amp_attached"
-"""The attribute of an optimizer in a session that has its `AttachedOptimizer`."""
 
 
 class AttachedOptimizer:

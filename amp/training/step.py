@@ -6,19 +6,19 @@
 | `_step_unscaled` | any other, or is given a closure    | in `.grad` | the session          |
 
 `amp.training.verdicts` decides who skips a step after an overflow. `Unattached` finds the steps of
-optimizers that no session has, and that should have masters.
+optimizers that no session has, and that should have masters, and those that are not the session's.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
@@ -26,7 +26,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from amp.active import newest_caster
+from amp.active import newest_caster, open_sessions
 from amp.casting.regions import ThreadState, disable_casts, forget_casts, same_casts
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, warn
@@ -39,7 +39,7 @@ from amp.training.deferral import Deferred
 from amp.training.gradients import Gradients
 from amp.training.step_inputs import StepInputs
 from amp.training.verdicts import Verdict, decide, note_step
-from amp.training.wrapped_optimizers import innermost
+from amp.training.wrapped_optimizers import ATTACHED, innermost
 
 _CLOSURE_TRIES = 300
 """Enough halvings to bring any loss scale to its floor."""
@@ -320,45 +320,60 @@ def forget_inputs(optimizer: Any) -> None:
         vars(optimizer).pop(name, None)
 
 
-# Steps of other optimizers.
+# Steps that are not a session's.
 
 
 class Unattached:
-    """Warns once of each optimizer that steps 16-bit weights of the models, which should have masters.
+    """Finds steps that should be a session's, before they change anything.
 
-    Optimizers of a session hold the masters instead. Of a wrapper, the one inside it is looked at.
+    An optimizer that steps 16-bit weights of the models, which should have masters, is warned of once:
+    optimizers of a session hold the masters instead. Of a wrapper, the one inside it is looked at.
 
     There is one hook for all sessions. Only `forget` removes it: the garbage collector, which may run
     while torch calls its hooks, must not change them.
     """
 
     def __init__(self) -> None:
-        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.known: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The optimizers that have stepped."""
+        """The optimizers of no session that have stepped."""
         self._hook: RemovableHandle | None = None
 
-    def watch(self, models: Iterable[nn.Module]) -> None:
-        """Warn of optimizers that step weights of these models too."""
-        self._models.update(models)
+    def watch(self) -> None:
+        """Look at each optimizer's steps, those that are known too."""
         self.known.clear()
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self)
 
-    def forget(self, models: Iterable[nn.Module]) -> None:
-        """Warn no longer of these models, because their session has closed."""
-        self._models.difference_update(models)
-        if self._hook is not None and not self._models:
+    def forget(self) -> None:
+        """Look at steps no longer, if no session is open."""
+        if self._hook is not None and not open_sessions():
             self._hook.remove()
             self._hook = None
 
     def __call__(self, optimizer: Any, *_: object) -> None:
-        """Look at an optimizer that is about to step for the first time."""
+        """Look at an optimizer that is about to step.
+
+        Raises:
+            AmpRuntimeError: it is in a session, and its own step was called.
+        """
+        attached = getattr(optimizer, ATTACHED, None)
+        if attached is not None and attached.optimizer is optimizer:
+            if not (attached.step.is_running or attached.may_be_plain):
+                raise AmpRuntimeError(
+                    f"a step of {type(optimizer).__name__} was called that is not the one of "
+                    "amp.initialize: it was taken before it, as in step = optimizer.step, or from the "
+                    "class, as in type(optimizer).step(optimizer) or super().step(). It would skip no "
+                    "overflow, and leave masters out. Call optimizer.step(), or take it after "
+                    "amp.initialize"
+                )
+            return
         if torch.compiler.is_compiling() or optimizer in self.known:
             return
         self.known.add(optimizer)
+        with_masters = (x for x in open_sessions() if x.properties.master_weights)
+        models = (model for session in with_masters for model in session.live_models())
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        half = (p for model in self._models for p in model.parameters() if p.dtype in LOW_PRECISION)
+        half = (p for model in models for p in model.parameters() if p.dtype in LOW_PRECISION)
         if innermost(optimizer) is optimizer and any(id(parameter) in stepped for parameter in half):
             warn(
                 f"{type(optimizer).__name__} has 16-bit weights of a model of amp.initialize and no "

@@ -12,6 +12,9 @@ import torch
 
 from amp.kernels.tensor_lists import are_same
 
+ATTACHED = "_amp_attached"
+"""The attribute of an optimizer in a session that has its `AttachedOptimizer`."""
+
 
 def is_optimizer(value: Any) -> bool:
     """Whether `value` is an optimizer, or a wrapper that looks like one, such as apex's LARC."""
