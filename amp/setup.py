@@ -22,7 +22,7 @@ from amp.masters.saved_models import install_hooks
 from amp.moving_tensors import MovingTensors
 from amp.patching import Patches
 from amp.torch_versions import HAS_GRAD_DTYPE
-from amp.training import hidden_gradients, synchronization
+from amp.training import hidden_gradients, misuse, synchronization
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.clipping import patch_clipping
 from amp.training.step import unattached
@@ -109,7 +109,7 @@ class Setup:
         if is_scaled or (has_masters and not HAS_GRAD_DTYPE):
             patch_clipping(self._undo, has_masters)
         if is_scaled or has_masters:
-            patches.install(hidden_gradients.PATCHES)
+            patches.install((*hidden_gradients.PATCHES, *misuse.PATCHES))
         if is_scaled or has_masters or (history is not None and history.recipe.reduce_amax):
             patches.install(synchronization.PATCHES)
         if properties.has_half:

@@ -134,14 +134,109 @@ def test_a_backward_after_the_block_is_noted() -> None:
         scaled_loss.backward()
 
 
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("init_scale", [2.0, 2.0**100])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_grad_scaler_besides_is_noted(level: str) -> None:
+def test_a_grad_scaler_besides_is_noted(level: str, init_scale: float, before: bool) -> None:
+    """Also where it finds an overflow, so that it does not call the optimizer's step."""
     model, opt = made(level)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    with amp.scale_loss(model(torch.ones(2, 8)).float().square().mean(), opt) as scaled_loss:
-        scaler.scale(scaled_loss).backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+    loss = model(torch.ones(2, 8)).float().square().mean()
+    with amp.scale_loss(scaler.scale(loss) if before else loss, opt) as scaled_loss:
+        (scaled_loss if before else scaler.scale(scaled_loss)).backward()
     with pytest.warns(AmpWarning, match="GradScaler.step calls AdamW.step.*Leave the GradScaler out"):
         scaler.step(opt)
+
+
+@pytest.mark.parametrize("cls", [torch.amp.GradScaler, amp.GradScaler])
+@pytest.mark.parametrize("unscales", [True, False])
+@pytest.mark.parametrize("level", ["O2", "O5", "O7"])
+@pytest.mark.filterwarnings("ignore:fp8=current")
+def test_a_grad_scaler_instead_of_a_block_is_refused_where_there_are_masters(
+    level: str, unscales: bool, cls: Any
+) -> None:
+    model, opt = made(level)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scaler = cls("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(2, 8)).float().square().mean()).backward()
+    if unscales:
+        scaler.unscale_(opt)
+    with pytest.raises(amp.AmpError, match="Leave the GradScaler out") as caught:
+        scaler.step(opt)
+    assert isinstance(caught.value, AssertionError)
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_grad_scaler_instead_of_a_block_works_where_nothing_is_scaled() -> None:
+    model, opt = made("O1", loss_scale=1.0)
+    before = model[0].weight.detach().clone()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(2, 8)).float().square().mean()).backward()
+    scaler.step(opt)
+    assert not model[0].weight.equal(before)
+
+
+def loss_of(model: Any, x: Any) -> Any:
+    return model(x).float().square().mean()
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("delay", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_second_loss_that_is_not_scaled_is_noted(level: str, delay: bool, first: bool) -> None:
+    model, opt = made(level)
+    x = torch.ones(2, 8)
+
+    def block() -> None:
+        with amp.scale_loss(loss_of(model, x), opt, delay_unscale=delay) as scaled_loss:
+            losses = [scaled_loss, loss_of(model, x / 2)]
+            for loss in losses[::-1] if first else losses:
+                loss.backward()
+
+    with pytest.warns(AmpWarning, match=r"the gradient of '0\.weight' .* another one.* Add the losses"):
+        block()
+
+
+def a_scaled_part(model: Any, x: Any, scaled_loss: Any) -> None:
+    scaled_loss.backward(retain_graph=True)
+    (scaled_loss / 2).backward()
+
+
+def a_chain(model: Any, x: Any, scaled_loss: Any) -> None:
+    scaled_loss.backward()
+    hidden = model[0](x.detach())
+    hidden.backward(torch.ones_like(hidden) * x.grad.sum().to(hidden.dtype))
+
+
+def a_surrogate(model: Any, x: Any, scaled_loss: Any) -> None:
+    scaled_loss.backward(inputs=[x, *model[2].parameters()])
+    (model[0](x.detach()).float() * x.grad.sum()).sum().backward()
+
+
+def a_curvature(model: Any, x: Any, scaled_loss: Any) -> None:
+    scaled_loss.backward(create_graph=True)
+    sum(p.grad.float().sum() for p in model.parameters()).backward()
+
+
+@pytest.mark.parametrize("backward", [a_scaled_part, a_chain, a_surrogate, a_curvature])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_backwards_that_carry_the_scale_are_not_noted(level: str, backward: Any) -> None:
+    model, opt = made(level)
+    x = torch.ones(2, 8, requires_grad=True)
+    with amp.scale_loss(loss_of(model, x), opt) as scaled_loss:
+        backward(model, x, scaled_loss)
+    opt.step()
+
+
+@pytest.mark.parametrize("level", ["O0", "O4", "O5"])
+def test_a_second_loss_needs_no_scale_where_nothing_is_scaled(level: str) -> None:
+    model, opt = made(level)
+    x = torch.ones(2, 8)
+    with amp.scale_loss(loss_of(model, x), opt) as scaled_loss:
+        scaled_loss.backward()
+        loss_of(model, x / 2).backward()
+    opt.step()
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

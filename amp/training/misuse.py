@@ -1,20 +1,20 @@
 """Mistakes of a script in its first iterations, each of which is named once.
 
-- a backward that is not of the scaled loss, or after its block; a block without a gradient
+- a backward that is not of the scaled loss, or after its block, or of a second loss in it; a block
+  without a gradient
 - gradients of a scaled loss that reach an optimizer which the block does not name
 - a step whose gradients no block has unscaled, or a `GradScaler` once more
 - an optimizer that changes no master, because it has a list of parameters of its own
 - a hook of a master, which no backward runs; FullyShardedDataParallel around parameters with masters
 
-An optimizer has a `Misuse` until its first good step; a block has a `BlockWatch` while one of its
-optimizers has one.
+An optimizer has a `Misuse` until its first good step, which a `GradScaler` asks too; a block has a
+`BlockWatch` while one of its optimizers has one.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-import traceback
 import weakref
 from collections.abc import Sequence
 from itertools import chain
@@ -26,9 +26,11 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from amp.active import open_sessions
 from amp.casting.sharded import is_of_fsdp1
-from amp.errors import AmpRuntimeError, warn
+from amp.errors import AmpAssertionError, AmpRuntimeError, warn
+from amp.patching import Patch, around
 from amp.profiles.levels import levels_with
 from amp.training.gradients import State
+from amp.training.wrapped_optimizers import ATTACHED, innermost
 
 
 class Misuse:
@@ -47,6 +49,7 @@ class Misuse:
         """The parameters that a scaled loss of other optimizers has given gradients."""
         self._to_compare = 0 if has_stepped else 2
         """How many more steps may change no master."""
+        self._has_named_grad_scaler = has_stepped
 
     @property
     def is_over(self) -> bool:
@@ -111,9 +114,31 @@ class Misuse:
         if compares and not self.has_stepped:
             self.has_stepped = True
             self._warn_if_unscaled()
-            self._warn_if_unscaled_twice()
         self.warn_if_of_others()
         return self._copy_to_compare() if compares else None
+
+    def grad_scaler_steps(self) -> None:
+        """Look at a step by a `GradScaler`, which may find no gradient, or an overflow, and not step.
+
+        Raises:
+            AmpAssertionError: masters have no gradients yet, so that it would leave them scaled.
+        """
+        name = type(self.attached.optimizer).__name__
+        pairs = self.attached.gradients.groups.pairs.pairs
+        if self.was_in_block and not self._has_named_grad_scaler:
+            self._has_named_grad_scaler = True
+            warn(
+                f"GradScaler.step calls {name}.step, and "
+                "amp.scale_loss has scaled the loss and unscaled its gradients already. The "
+                "GradScaler divides them by its own scale, so the weights hardly move. Leave the "
+                "GradScaler out: call optimizer.step()"
+            )
+        elif any(pair.master.grad is None and pair.parameter.grad is not None for pair in pairs):
+            raise AmpAssertionError(
+                f"GradScaler.step was called for {name}, whose FP32 masters have no gradients. They "
+                "get some by `with amp.scale_loss(loss, optimizer) as scaled_loss: "
+                "scaled_loss.backward()`. Leave the GradScaler out, and call optimizer.step()"
+            )
 
     def closure_has_ended(self) -> None:
         """Look at a step with a closure that was taken."""
@@ -161,20 +186,6 @@ class Misuse:
         master = next((each for each in groups.masters if each.grad is not None), None)
         return None if master is None else (master, master._version, master.detach().clone())
 
-    def _warn_if_unscaled_twice(self) -> None:
-        """Warn if a GradScaler steps the optimizer, which has unscaled the gradients once more."""
-        stack = traceback.walk_stack(sys._getframe()) if self.was_in_block else ()
-        for frame, _ in stack:
-            scaler = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-            if isinstance(scaler, torch.amp.GradScaler) and scaler.is_enabled():
-                warn(
-                    f"GradScaler.step calls {type(self.attached.optimizer).__name__}.step, and "
-                    "amp.scale_loss has scaled the loss and unscaled its gradients already. The "
-                    "GradScaler divides them by its own scale, so the weights hardly move. Leave the "
-                    "GradScaler out: call optimizer.step()"
-                )
-                return
-
     def _warn_if_unscaled(self) -> None:
         """Warn if a step uses gradients of a loss that should have been scaled, and was not."""
         owner = self.attached.owner
@@ -212,6 +223,12 @@ class BlockWatch:
         """Those that have not stepped yet, if the block scales its loss."""
         self.was_run: bool | None = None
         """Whether backward has run from the scaled loss; None if that is not watched."""
+        self._is_running = False
+        """Whether that backward is under way, which may run others, as activation checkpoints do."""
+        self._reached: set[Tensor] = set()
+        """The parameters that it has reached."""
+        self._reached_by_others: set[Tensor] = set()
+        """Those that a backward of another loss has reached, if that was not given a gradient."""
         self._others: list[tuple[Any, dict[Tensor, tuple[Tensor | None, int]]]] = []
         """Optimizers whose gradients should not come from this block, and what these were before it."""
 
@@ -223,6 +240,7 @@ class BlockWatch:
             self.was_run = False
             hook = functools.partial(_backward_runs, weakref.ref(self))
             scaled_loss.register_hook(hook)  # type: ignore[no-untyped-call]
+            self._watch_parameters()
         # Other threads may train those of other sessions meanwhile, with blocks of their own, or at a
         # level that scales no loss.
         session = self._session
@@ -232,6 +250,32 @@ class BlockWatch:
             if each not in self._attached
             and (each.owner is session or not each.owner.scalers[0].config.is_identity)
         ]
+
+    def _watch_parameters(self) -> None:
+        """See by which backward parameters get their gradients, as long as this object lives."""
+        of_model = {p for each in self._unstepped for p in each.attached.gradients.groups.of_model}
+        hook = functools.partial(_grad_arrives, weakref.ref(self))
+        leaves = [p for p in of_model if p.requires_grad and p.is_leaf]
+        handles = [p.register_post_accumulate_grad_hook(hook) for p in leaves]
+        weakref.finalize(self, lambda: [handle.remove() for handle in handles]).atexit = False
+
+    def grad_arrives(self, parameter: Tensor) -> None:
+        """Note by which backward a parameter has got a gradient.
+
+        Gradients that have a graph are left out: a backward of them goes through the scale again.
+        """
+        if parameter.grad is None or parameter.grad.requires_grad:
+            return
+        if self._is_running:
+            self._reached.add(parameter)
+        elif not _backward_is_given_gradients():
+            self._reached_by_others.add(parameter)
+
+    def scaled_backward_begins(self) -> None:
+        """Note that a backward of the scaled loss has begun, until it ends."""
+        self.was_run = self._is_running = True
+        end = functools.partial(setattr, self, "_is_running", False)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def backward_has_ended(self) -> None:
         """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
@@ -248,6 +292,15 @@ class BlockWatch:
                 "are divided by the loss scale all the same, so the weights hardly move. Call "
                 "scaled_loss.backward() in `with amp.scale_loss(loss, optimizer) as scaled_loss:`, not "
                 "loss.backward()"
+            )
+        if of_both := self._reached & self._reached_by_others:
+            stepped = (p for each in self._attached for p in each.gradients.groups.of_model)
+            called = self._attached[0].check.called(next(p for p in stepped if p in of_both))
+            warn(
+                f"the gradient of {called} comes from the scaled loss and from another one, whose "
+                "backward() was called in the same amp.scale_loss block: that one is divided by the "
+                "loss scale, so it trains nothing. Add the losses: amp.scale_loss(loss1 + loss2, "
+                "optimizer). Or give each loss a block of its own"
             )
         of_block = {p for each in self._attached for p in each.gradients.groups.of_model}
         for each, before in self._others:
@@ -286,12 +339,52 @@ def _backward_runs(reference: weakref.ref[BlockWatch], grad: Tensor) -> None:
     """Note that the backward of a scaled loss has begun, and warn if it comes after the block."""
     watch = reference()
     if watch is not None and not watch.block.is_over:
-        watch.was_run = True
+        watch.scaled_backward_begins()
     elif not bool((grad != 1).any()):  # else it is a part of another loss
         warn(
             "scaled_loss.backward() was called after its amp.scale_loss block: gradients are "
             "not unscaled, and too large by the loss scale. Call it inside of the block"
         )
+
+
+def _grad_arrives(reference: weakref.ref[BlockWatch], parameter: Tensor) -> None:
+    if (watch := reference()) is not None:
+        watch.grad_arrives(parameter)
+
+
+def _backward_is_given_gradients() -> bool:
+    """Whether a backward that is under way was given gradients, which may be of a scaled loss.
+
+    On a GPU it runs in a thread of autograd, and the thread that called it waits.
+    """
+    for frame in sys._current_frames().values():
+        caller: Any = frame
+        while caller is not None:
+            if caller.f_code is torch.autograd.backward.__code__:
+                if caller.f_locals.get("grad_tensors") is not None:
+                    return True
+                break
+            caller = caller.f_back
+    return False
+
+
+def _grad_scaler_step(original: Any, scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    misuse = getattr(getattr(innermost(optimizer), ATTACHED, None), "misuse", None)
+    if misuse is not None and scaler.is_enabled():
+        misuse.grad_scaler_steps()
+    return original(scaler, optimizer, *args, **kwargs)
+
+
+PATCHES = (
+    Patch(
+        ("torch.amp.grad_scaler.GradScaler",),
+        "step",
+        around(_grad_scaler_step),
+        "a GradScaler beside `scale_loss` would unscale gradients a second time, or leave those of "
+        "masters scaled",
+    ),
+)
+"""What is patched in a session with masters or a loss scale."""
 
 
 def _version(grad: Tensor | None) -> int:
