@@ -269,7 +269,14 @@ class Session:
 
     def loss_scale(self, loss_id: int = 0) -> float:
         """Return the current loss scale. The host waits for the device."""
-        return self._scaler(loss_id).loss_scale()
+        scale = self._scaler(loss_id).loss_scale()
+        self._note_that_scripts_read(scale)
+        return scale
+
+    def _note_that_scripts_read(self, *scales: float) -> None:
+        for misuse in filter(None, [attached.misuse for attached in self.attached]):
+            for scale in scales:
+                misuse.scale_is_read(scale)
 
     def _scaler(self, loss_id: int) -> LossScaler:
         return self.scalers[arguments.number_of_loss(loss_id, len(self.scalers))]
@@ -309,7 +316,11 @@ class Session:
         """Return the state for a checkpoint; see `amp.state_dict`."""
         if not self.properties.enabled:
             return OrderedDict()
-        return checkpoint.save(self)
+        state = checkpoint.save(self)
+        self._note_that_scripts_read(
+            *(state[f"loss_scaler{i}"]["loss_scale"] for i in range(len(self.scalers)))
+        )
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a saved state; see `amp.load_state_dict`."""

@@ -239,6 +239,65 @@ def test_a_second_loss_needs_no_scale_where_nothing_is_scaled(level: str) -> Non
     opt.step()
 
 
+def read_scale(by: str) -> float:
+    return amp.loss_scale() if by == "loss_scale" else amp.state_dict()["loss_scaler0"]["loss_scale"]
+
+
+@pytest.mark.parametrize(
+    ("level", "optimizer", "by", "when", "of"),
+    covering(
+        ["O1", "O2"],
+        ["AdamW", "FusedAdam"],
+        ["loss_scale", "state_dict"],
+        ["before", "after"],
+        ["in place", "assigned", "master_params"],
+        strength=2,
+    ),
+)
+def test_gradients_that_are_divided_by_the_scale_are_noted(
+    level: str, optimizer: str, by: str, when: str, of: str
+) -> None:
+    model, opt = made(level, optimizer)
+    scale = read_scale(by) if when == "before" else 0.0
+    backward(model, opt)
+    scale = scale or read_scale(by)
+    for p in amp.master_params(opt) if of == "master_params" else model.parameters():
+        if p.grad is None:
+            continue
+        if of == "assigned":
+            p.grad = p.grad / scale
+        else:
+            p.grad.div_(scale)
+    with pytest.warns(AmpWarning, match="divided by the loss scale .* Leave the division out"):
+        opt.step()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_scales_that_are_read_while_gradients_are_scaled_are_not_noted(level: str) -> None:
+    model, opt = made(level)
+    loss = model(torch.ones(2, 8)).float().square().mean()
+    with amp.scale_loss(loss, opt, delay_unscale=True) as scaled_loss:
+        amp.loss_scale()
+        scaled_loss.backward()
+        amp.loss_scale()
+    amp.loss_scale()
+    opt.step()
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "FusedAdam"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_other_changes_of_gradients_are_not_noted(level: str, optimizer: str) -> None:
+    model, opt = made(level, optimizer)
+    amp.loss_scale()
+    backward(model, opt)
+    amp.loss_scale()
+    nn.utils.clip_grad_norm_(amp.master_params(opt), 1e-3)
+    for p in amp.master_params(opt):
+        if p.grad is not None:
+            p.grad.div_(3.0)
+    opt.step()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.filterwarnings("error")
 def test_a_right_script_is_told_nothing(level: str) -> None:

@@ -3,7 +3,7 @@
 - a backward that is not of the scaled loss, or after its block, or of a second loss in it; a block
   without a gradient
 - gradients of a scaled loss that reach an optimizer which the block does not name
-- a step whose gradients no block has unscaled, or a `GradScaler` once more
+- a step whose gradients no block has unscaled, or a `GradScaler` or the script once more
 - an optimizer that changes no master, because it has a list of parameters of its own
 - a hook of a master, which no backward runs; FullyShardedDataParallel around parameters with masters
 
@@ -50,6 +50,9 @@ class Misuse:
         self._to_compare = 0 if has_stepped else 2
         """How many more steps may change no master."""
         self._has_named_grad_scaler = has_stepped
+        self._scales_read: set[float] = set()
+        self._unscaled: tuple[Tensor, Tensor] | None = None
+        """A parameter or master, and its gradient as a block has left it, if a scale was read."""
 
     @property
     def is_over(self) -> bool:
@@ -94,6 +97,36 @@ class Misuse:
                     "optimizer.param_groups holds or amp.master_params(optimizer) yields"
                 )
 
+    def scale_is_read(self, scale: float) -> None:
+        """Note that the script has read a scale, and waited for it: it may divide gradients by it."""
+        if scale != 1.0 and not self.has_stepped:
+            self._scales_read.add(scale)
+            if self.was_in_block and self._unscaled is None:
+                self.block_is_left()
+
+    def block_is_left(self) -> None:
+        """Copy a gradient that a block has unscaled, if the script has read a scale. No host sync."""
+        gradients = self.attached.gradients
+        if not self._scales_read or gradients.state in (State.OPEN, State.DELAYED):
+            return
+        stepped = gradients.groups.stepped
+        grads = ((p, grad) for p in stepped if (grad := p.grad) is not None and not grad.is_sparse)
+        self._unscaled = next(((p, grad.detach().clone()) for p, grad in grads), None)
+
+    def _warn_if_divided(self) -> None:
+        """Warn if the script has divided gradients by a scale that it has read."""
+        if self._unscaled is None:
+            return
+        parameter, before = self._unscaled
+        self._unscaled, grad = None, parameter.grad
+        if grad is None or grad.shape != before.shape or torch.equal(grad, before):
+            return
+        if any(torch.allclose(grad * scale, before, atol=0.0) for scale in self._scales_read):
+            warn(
+                "gradients were divided by the loss scale after an amp.scale_loss block, which has "
+                "unscaled them already, so the weights hardly move. Leave the division out"
+            )
+
     def warn_if_of_others(self) -> None:
         """Warn if gradients are about to be used that nothing has unscaled."""
         found = [parameter for parameter in self.of_others if parameter.grad is not None]
@@ -114,6 +147,7 @@ class Misuse:
         if compares and not self.has_stepped:
             self.has_stepped = True
             self._warn_if_unscaled()
+            self._warn_if_divided()
         self.warn_if_of_others()
         return self._copy_to_compare() if compares else None
 
@@ -286,6 +320,8 @@ class BlockWatch:
         """Warn of a block without gradients, or with those of another loss; note those of others."""
         if is_complete:
             self._warn_if_empty()
+            for misuse in self._unstepped:
+                misuse.block_is_left()
         if self.was_run is False and self.block.found:
             warn(
                 "an amp.scale_loss block has found gradients, and none came from the scaled loss: they "
