@@ -58,7 +58,7 @@ def initialize(
 
 
 def initialize(
-    models: Any,
+    models: Any = ...,
     optimizers: Any = None,
     enabled: bool = True,
     opt_level: str | os.PathLike[str] = "O1",
@@ -134,7 +134,7 @@ def initialize(
         AmpTypeError: something that is not a model or an optimizer, or an unknown argument.
         AmpValueError: a property has a value that is not allowed.
     """
-    _check_arguments(enabled, others)
+    _check_arguments(models, enabled, others)
     enabled = truth_of("enabled", enabled)
     if isinstance(min_loss_scale, (int, float)) and not min_loss_scale:
         min_loss_scale = None
@@ -168,24 +168,29 @@ def _make_default(session: Session) -> None:
     _Default.session = session
 
 
-def _check_arguments(enabled: object, others: Mapping[str, Any]) -> None:
+def _check_arguments(models: object, enabled: object, others: Mapping[str, Any]) -> None:
     if isinstance(enabled, str):  # the third position, where users often put a level
         shown = brief(enabled)
         is_flag = enabled.lower() in ("true", "false")
         meant = f"enabled={enabled.title()}, without quotes" if is_flag else f"opt_level={shown}"
         raise AmpTypeError(f"enabled={shown} is not a bool; did you mean {meant}?")
-    for name in others.keys() - OVERRIDE_KEYS.keys():
+    for name in sorted(others.keys() - OVERRIDE_KEYS.keys()):
         takes = dict.fromkeys([*inspect.signature(initialize).parameters, *OVERRIDE_KEYS])
         del takes["others"]
         raise AmpTypeError(
             f"initialize() got an unexpected keyword argument '{name}'"
             f"{hint_at(name, takes) or '; leave it out. It takes ' + ', '.join(takes)}"
         )
+    if models is ...:
+        raise AmpTypeError(
+            "amp.initialize needs the model, or None. Write model, optimizer = "
+            "amp.initialize(model, optimizer)"
+        )
 
 
 def scale_loss(
     loss: Tensor,
-    optimizers: Any,
+    optimizers: Any = None,
     loss_id: int = 0,
     model: Any = None,
     delay_unscale: bool = False,

@@ -231,7 +231,7 @@ class Session:
     def scale_loss(
         self,
         loss: Tensor,
-        optimizers: Any,
+        optimizers: Any = None,
         loss_id: int = 0,
         model: Any = None,
         delay_unscale: bool = False,

@@ -550,6 +550,72 @@ def test_an_optimizer_that_needs_no_masters(level: str, options: dict[str, Any])
     torch.optim.SGD(model.parameters(), 1e-3).step()
 
 
+def cut_off(model: Any) -> Any:
+    return model(X).float().sum().detach()
+
+
+def without_gradients(model: Any) -> Any:
+    with torch.no_grad():
+        return model(X).float().sum()
+
+
+def frozen(model: Any) -> Any:
+    return model.requires_grad_(False)(X).float().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (cut_off, "cut off by"),
+        (without_gradients, "torch.no_grad"),
+        (frozen, "parameters .* are frozen"),
+    ],
+)
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+def test_a_loss_without_a_graph_says_why(level: str, loss: Any, text: str) -> None:
+    model, optimizer = initialized(opt_level=level)
+
+    def block() -> None:
+        with amp.scale_loss(loss(model), optimizer) as scaled_loss:
+            scaled_loss.backward()
+
+    with pytest.raises(
+        amp.AmpError, match=f"the loss of an amp.scale_loss block has no gradient.*{text}"
+    ):
+        block()
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+def test_a_loss_without_a_graph_may_be_a_factor(level: str) -> None:
+    model, optimizer = initialized(opt_level=level)
+    with amp.scale_loss(torch.ones(()), optimizer) as scale:
+        (model(X).float().sum() * scale).backward()
+
+
+ANY_AMP: Any = amp
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda model, own: ANY_AMP.scale_loss(model(X).sum()),
+            "needs the optimizer, .* Pass what amp",
+        ),
+        (lambda model, own: amp.get_session().scale_loss(model(X).sum()), "needs the optimizer"),
+        (lambda model, own: ANY_AMP.initialize(), r"Write model, optimizer = amp\.initialize\(model"),
+        (lambda model, own: ANY_AMP.initialize(model=model, optimizer=own), "did you mean 'models'"),
+        (lambda model, own: ANY_AMP.initialize(model, optimizer=own), "did you mean 'optimizers'"),
+        (lambda model, own: ANY_AMP.doctor(model, own), r"amp\.doctor\(step, model, optimizer\)"),
+    ],
+)
+def test_an_argument_that_is_left_out(call: Any, text: str) -> None:
+    model, optimizer = initialized()
+    with pytest.raises(amp.AmpError, match=text) as caught:
+        call(model, optimizer)
+    assert isinstance(caught.value, TypeError)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_closure_whose_loss_is_not_scaled(level: str) -> None:
     model, optimizer = initialized(opt_level=level)

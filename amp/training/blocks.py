@@ -84,7 +84,11 @@ class Block:
             for each in attached:
                 each.gradients.regroup()
                 each.gradients.open_block = self
-            yield loss.float() if loss.dtype in LOW_PRECISION else loss
+            try:
+                yield loss.float() if loss.dtype in LOW_PRECISION else loss
+            except RuntimeError as error:
+                _explain(error, loss, self._gradients)
+                raise
             if watch is not None:
                 self.found = [each.gradients for each in attached if each.gradients.groups.have_grads()]
                 watch.block_is_left(is_complete=True)
@@ -111,6 +115,7 @@ class Block:
                 try:
                     yield scaled_loss
                 except RuntimeError as error:
+                    _explain(error, loss, self._gradients)
                     for each in attached:
                         each.check.add_hint(error, each.gradients.groups.models)
                     raise
@@ -248,6 +253,23 @@ class Block:
             gradients.leave(verdict if gradients in checked else None, is_alone)
         if update and (checked or not scaler.config.is_identity):
             scaler.update(norm)
+
+
+def _explain(error: RuntimeError, loss: Tensor, together: Sequence[Gradients]) -> None:
+    """Raise AmpRuntimeError if a backward has failed because the loss has no graph."""
+    if loss.requires_grad or "does not require grad" not in str(error):
+        return
+    if any(parameter.requires_grad for each in together for parameter in each.groups.of_model):
+        why = (
+            "it was computed under torch.no_grad or in inference mode, or what leads to it was cut off "
+            "by .detach(), .data or .item(). Compute it of the model's outputs, with gradients"
+        )
+    else:
+        why = (
+            "all parameters of its optimizer are frozen. Set requires_grad of those that are to be "
+            "trained, or leave out the block"
+        )
+    raise AmpRuntimeError(f"the loss of an amp.scale_loss block has no gradient: {why}") from error
 
 
 class _ToEnter(_GeneratorContextManager[Tensor]):

@@ -91,7 +91,7 @@ class Prescription:
 
 
 def doctor(
-    step: Callable[[], Any], model: nn.Module | Sequence[nn.Module], optimizer: Any
+    step: Callable[[], Any], model: nn.Module | Sequence[nn.Module], optimizer: Any = None
 ) -> Prescription:
     """Find what made a step inf or NaN, and the smallest change that fixes it, by trying it.
 
@@ -115,6 +115,11 @@ def doctor(
         AmpTypeError: `step` is no function, `model` no module, or `optimizer` an empty list.
         AmpRuntimeError: the optimizer has not been through `initialize`, or `step` runs no op.
     """
+    if optimizer is None:
+        raise AmpTypeError(
+            "amp.doctor takes a function first, which runs a forward, amp.scale_loss and a backward on "
+            "one batch, and then the model and the optimizer: amp.doctor(step, model, optimizer)"
+        )
     check_function("step", step, "runs a forward, amp.scale_loss and a backward")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     if not optimizers:
