@@ -616,6 +616,51 @@ def test_an_argument_that_is_left_out(call: Any, text: str) -> None:
     assert isinstance(caught.value, TypeError)
 
 
+class Forward(nn.Module):
+    """Calls a function with a layer's output."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+
+    def forward(self, x: Any) -> Any:
+        return self.function(self.layer(x))
+
+
+NO_KERNEL = "takes no 16-bit tensors.*x.float()"
+SEVERAL = "'layer' .Linear. was given tensors of several dtypes. Functions cast FP32 .* x.float()"
+
+
+@pytest.mark.parametrize(
+    ("levels", "function", "x", "text"),
+    [
+        ("O2 O3 O5", torch.fft.rfft, X, NO_KERNEL),
+        ("O5", lambda y: torch.view_as_complex(y.reshape(-1, 2)), X, NO_KERNEL),
+        ("O4 O5", lambda y: torch.from_numpy(y.detach().numpy()), X, "NumPy has no bfloat16"),
+        ("O1 O4", torch.relu, X.double(), SEVERAL),
+        ("O1 O4", torch.relu, X.long(), SEVERAL),
+        ("O1 O4", lambda y: y @ torch.ones(4, 4).double(), X, "Forward was given tensors of several"),
+    ],
+)
+def test_an_error_about_dtypes_in_the_forward_has_a_note(
+    levels: str, function: Any, x: Any, text: str
+) -> None:
+    for level in levels.split():
+        model = amp.initialize(Forward(function), opt_level=level, verbosity=0)
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            model(x)
+        assert re.search(text, "".join(getattr(caught.value, "__notes__", []))), level
+        amp.get_session().close()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+def test_another_error_in_the_forward_has_none(level: str) -> None:
+    model = amp.initialize(Forward(lambda y: y.reshape(5, 5)), opt_level=level, verbosity=0)
+    with pytest.raises(RuntimeError, match="shape") as caught:
+        model(X)
+    assert not getattr(caught.value, "__notes__", [])
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_closure_whose_loss_is_not_scaled(level: str) -> None:
     model, optimizer = initialized(opt_level=level)

@@ -1,4 +1,4 @@
-"""Hints for torch's errors about dtypes inside a model that was cast: which layer, and what to do."""
+"""Hints for torch's errors about dtypes in a model's forward: which layer, and what to do."""
 
 from __future__ import annotations
 
@@ -23,22 +23,41 @@ _OF_MIXED_DTYPES = (
     "should be the same",
     "dtype mismatch",
 )
-_OF_NO_KERNEL = ("not implemented for 'Half'", "not implemented for 'BFloat16'", "Low precision dtypes")
+_OF_NO_KERNEL = (
+    "not implemented for 'Half'",
+    "not implemented for 'BFloat16'",
+    "Low precision dtypes",
+    "Unsupported dtype Half",
+    "Unsupported dtype BFloat16",
+    "view_as_complex is only supported for",
+)
+_OF_NUMPY = "Got unsupported ScalarType BFloat16"
 
 
 class ModelOutput(CastOutput):
     """The hook that casts a model's outputs. It runs after an error too, and then adds a hint to it."""
 
     def _without_output(self, module: nn.Module) -> None:
-        if isinstance(error := sys.exception(), RuntimeError) and (text := _hint(error, module)):
-            error.add_note(text)
+        if isinstance(error := sys.exception(), (RuntimeError, TypeError)):
+            add_hint(error, module)
 
 
-def _hint(error: RuntimeError, model: nn.Module) -> str | None:
-    """Return what to do about an error of a forward, if it is about dtypes."""
+def add_hint(error: RuntimeError | TypeError, model: nn.Module, was_cast: bool = True) -> None:
+    """Say what to do about an error of a model's forward, if it is about dtypes.
+
+    Args:
+        error: the error.
+        model: the model.
+        was_cast: whether the model was cast; else functions cast.
+    """
+    if text := _hint(error, model, was_cast):
+        error.add_note(text)
+
+
+def _hint(error: RuntimeError | TypeError, model: nn.Module, was_cast: bool) -> str | None:
     message = str(error)
     is_mixed = any(part in message for part in _OF_MIXED_DTYPES)
-    if not (is_mixed or any(part in message for part in _OF_NO_KERNEL)):
+    if not (is_mixed or any(part in message for part in (*_OF_NO_KERNEL, _OF_NUMPY))):
         return None
     names = {module: name for name, module in model.named_modules()}
     inside = [module for module in _modules_on_the_way(error) if module in names]
@@ -48,10 +67,17 @@ def _hint(error: RuntimeError, model: nn.Module) -> str | None:
     called = f"'{names[layer]}' ({type(layer).__name__})" if names[layer] else type(layer).__name__
     rules = f"[{{'module': '{names[layer]}', 'cast': 'float32'}}]"
     rule = f", by a rule: rules={rules}" if names[layer] else ""
+    if _OF_NUMPY in message:
+        return f"amp: {called} has a bfloat16 tensor, and NumPy has no bfloat16: x.float().numpy()"
+    if not was_cast and is_mixed:
+        return (
+            f"amp: {called} was given tensors of several dtypes. Functions cast FP32 tensors, and "
+            "leave float64, which NumPy makes, and integers alone: give the model x.float()"
+        )
     if not is_mixed:
         return (
-            f"amp: {called} was cast, and this operation takes no 16-bit tensors. Keep the layer in "
-            f"FP32{rule}, or compute in x.float()"
+            f"amp: {called} {'was cast' if was_cast else 'casts'}, and this operation takes no 16-bit "
+            f"tensors. Keep the layer in FP32{rule}, or compute in x.float()"
         )
     hooks = [hook for hook in layer._forward_pre_hooks.values() if isinstance(hook, CastInputs)]
     own = {p.dtype for p in layer._parameters.values() if p is not None and p.is_floating_point()}

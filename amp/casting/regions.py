@@ -29,6 +29,7 @@ from torch import Tensor, nn, overrides
 
 from amp import active
 from amp.active import Caster
+from amp.casting.hints import add_hint
 from amp.casting.subclassing import subclass_of, swap_classes
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
@@ -351,7 +352,11 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
             first = itertools.islice(self.parameters(), 1)
             caster.device_types |= {parameter.device.type for parameter in first}
             _enter_forward(self, caster.dtype)
-            result = base.__call__(self, *args, **kwargs)
+            try:
+                result = base.__call__(self, *args, **kwargs)
+            except (RuntimeError, TypeError) as error:
+                add_hint(error, self, was_cast=False)
+                raise
             state.put_back()
             return result
 
