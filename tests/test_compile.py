@@ -151,6 +151,65 @@ def test_a_whole_training_step(backend: str) -> None:
         optimizer.zero_grad()
 
 
+def stepped(level: str, make: Any, when: str) -> list[Tensor]:
+    """Train by a step that is compiled before `initialize`, after it, or not."""
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+    optimizer = make(model.parameters(), lr=1e-2)
+    if when == "before":
+        optimizer.step = torch.compile(optimizer.step, backend="eager")
+    model, optimizer = initialize(model, optimizer, level)
+    counter = CompileCounter()
+    step = torch.compile(optimizer.step, backend=counter) if when == "after" else optimizer.step
+    for i in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 8)).float().square().mean() * (torch.inf if i == 2 else 1.0)
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        step()
+        if level in ("O1", "O2"):
+            assert amp.step_was_skipped(optimizer) == (i == 2)
+    assert not counter.frame_count  # amp's code is not traced: guards on it would fail
+    values = [value.clone() for value in model.state_dict().values()]
+    amp.get_session().close()
+    return values
+
+
+@pytest.mark.parametrize(
+    ("level", "make", "when"),
+    covering(
+        ["O0", "O1", "O2", "O4", "O5"],
+        [torch.optim.SGD, amp.optimizers.FusedSGD],
+        ["before", "after"],
+        strength=2,
+    ),
+)
+@pytest.mark.filterwarnings("ignore:Dynamo")
+def test_a_compiled_step(level: str, make: Any, when: str) -> None:
+    if when == "before" and make is amp.optimizers.FusedSGD:
+        pytest.skip("a fused optimizer's step is a kernel already")
+    found, expected = stepped(level, make, when), stepped(level, make, "not")
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("level", ["O1", "O5"])
+def test_a_step_that_was_compiled_before_initialize_and_kept_is_refused(
+    level: str, fullgraph: bool
+) -> None:
+    model: Any = nn.Linear(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = torch.compile(optimizer.step, backend="eager", fullgraph=fullgraph)
+    model, optimizer = initialize(model, optimizer, level)
+    with amp.scale_loss(model(torch.ones(2, 8)).float().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match="a step of AdamW was called"):
+        step()
+    assert model.weight.equal(before)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_operator_alone_is_guarded(backend: str) -> None:
     """Dynamo does not look at what `@` calls: neither the session nor a region may be missed."""

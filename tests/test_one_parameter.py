@@ -215,7 +215,7 @@ def a_surrogate(model: Any, x: Any, scaled_loss: Any) -> None:
 
 def a_curvature(model: Any, x: Any, scaled_loss: Any) -> None:
     scaled_loss.backward(create_graph=True)
-    sum(p.grad.float().sum() for p in model.parameters()).backward()
+    torch.stack([p.grad.float().sum() for p in model.parameters()]).sum().backward()
 
 
 @pytest.mark.parametrize("backward", [a_scaled_part, a_chain, a_surrogate, a_curvature])

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError, is_out_of_memory
@@ -344,6 +345,14 @@ def _bound_wrapper(
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not attached._is_attached:
             return original(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return _call_uncompiled(method, original, *args, **kwargs)
         return method(original, *args, **kwargs)
 
     return types.MethodType(wrapper, holder)
+
+
+@_disable_dynamo  # not torch.compiler.disable, which imports Dynamo at once
+def _call_uncompiled(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function that Dynamo does not trace, for it would guard on what a step changes."""
+    return function(*args, **kwargs)
