@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -374,3 +375,52 @@ def test_a_thread_keeps_its_casts_while_another_one_opens_a_session(line: int) -
         active.remove(opened)
     assert lines
     assert dtype is torch.bfloat16
+
+
+TRAIN_IN_THREADS = """
+import threading, torch, amp
+torch.set_num_threads(1)
+
+def train():
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    with amp.scale_loss(model(torch.ones(4, 8)).float().square().mean(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    amp.get_session(optimizer).close()
+
+threads = [threading.Thread(target=train) for _ in range(4)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+"""
+
+REMOVES = hasattr(torch._C, "_remove_obj_from_tls")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REMOVES, reason="torch keeps objects of threads")
+def test_a_process_that_has_trained_in_threads_ends_well() -> None:
+    for _ in range(50):
+        command = [sys.executable, "-W", "ignore", "-c", TRAIN_IN_THREADS]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not REMOVES, reason="torch keeps objects of threads")
+def test_a_thread_leaves_nothing_to_torch_when_it_ends() -> None:
+    """torch drops what is left when the interpreter may be ending already, and the process aborts."""
+    left, own = list[bool](), threading.local()
+
+    class End:
+        def __del__(self) -> None:
+            left.append(torch._C._is_key_in_tls(active._CALLED_LAST))  # type: ignore[attr-defined]
+
+    def train() -> None:
+        model = amp.initialize(nn.Linear(2, 2), opt_level="O4", verbosity=0)
+        model(torch.ones(1, 2))
+        assert torch._C._is_key_in_tls(active._CALLED_LAST)  # type: ignore[attr-defined]
+        own.end = End()  # which ends after what is older
+
+    in_threads(train)
+    assert left == [False]
