@@ -150,14 +150,25 @@ def check_inference_mode(given: Sequence[Any]) -> None:
         )
 
 
-def check_model(model: nn.Module, allow_low_precision: bool) -> None:
+def check_model(model: nn.Module, properties: Properties, allow_low_precision: bool) -> None:
     """Raise AmpRuntimeError for a model that cannot be prepared.
 
     Such a model is wrapped in DDP, has 16-bit weights that are not allowed, or has tensors that were
-    made in inference mode.
+    made in inference mode. A part may be in DataParallel, and also in DDP, unless the dtype of its
+    weights changes, or what is scaled or has masters has to know of its `no_sync`.
     """
-    for module in model.modules():
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    keeps_weights = properties.cast_model_type not in LOW_PRECISION and not properties.master_weights
+    keeps_ddp = keeps_weights and properties.loss_scale == 1.0 and properties.fp8 is None
+    for name, module in model.named_modules():
+        is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
+        if name and is_ddp and not keeps_ddp:
+            raise AmpRuntimeError(
+                f"the part '{name}' of the model is in {type(module).__name__} already, which would "
+                "reduce gradients of the dtype that its weights had, and whose no_sync() amp would not "
+                "know of. "
+                "Call amp.initialize on the bare model first, and then wrap the part"
+            )
+        if not name and (is_ddp or isinstance(module, nn.DataParallel)):
             raise AmpRuntimeError(
                 f"the model is wrapped in {type(module).__name__} already. Call amp.initialize on "
                 f"the bare model first, and wrap what it returns: model, optimizer = "

@@ -52,7 +52,7 @@ class Setup:
         for model in self._models:
             _check_not_cast(model)
             reshard(model)
-            arguments.check_model(model, allow_low_precision)
+            arguments.check_model(model, properties, allow_low_precision)
             for strategy in session.strategies:
                 strategy.check_model(model)
         models = [*session.live_models(), *self._models]

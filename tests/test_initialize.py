@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -142,6 +143,60 @@ class Wrapped(nn.parallel.DistributedDataParallel):
     def __init__(self, module: nn.Module) -> None:
         nn.Module.__init__(self)
         self.module = module
+
+
+class InParts(nn.Module):
+    """A model of two parts, of which one may be in a wrapper."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.head = (
+            wrap(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))),
+            nn.Linear(8, 2),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.encoder(x).relu())
+        return out
+
+
+@pytest.mark.parametrize("opt_level", [f"O{i}" for i in range(6)])
+def test_a_part_may_be_in_data_parallel(opt_level: str) -> None:
+    weights = []
+    for wrap in (nn.Sequential, nn.DataParallel):
+        model = InParts(wrap)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+        for step in range(3):
+            loss = (
+                model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean()
+            )
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.state_dict())
+        amp.get_session(optimizer).close()
+    bare, wrapped = weights
+    torch.testing.assert_close(
+        {name.replace("encoder.module", "encoder.0"): value for name, value in wrapped.items()},
+        dict(bare),
+        rtol=0,
+        atol=0,
+    )
+
+
+@pytest.mark.parametrize("opt_level", [f"O{i}" for i in range(6)])
+def test_a_part_in_ddp_is_refused_where_it_would_reduce_wrongly(opt_level: str) -> None:
+    model = InParts(Wrapped)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    if opt_level in ("O0", "O4"):
+        amp.initialize(model, sgd(model), opt_level=opt_level, verbosity=0)
+    else:
+        with pytest.raises(RuntimeError, match="the part 'encoder' of the model is in Wrapped already"):
+            amp.initialize(model, sgd(model), opt_level=opt_level, verbosity=0)
+    assert all(value.dtype is before[name].dtype for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
