@@ -1,11 +1,15 @@
 """The names of `apex.parallel`: torch's distributed training with apex's arguments, and LARC."""
 
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed import ReduceOp as ReduceOp
 from torch.nn import functional as F
 
+from amp.compat.apex_c import flatten, unflatten
 from amp.errors import AmpValueError
 from amp.kernels.interrupts import without_grad
 
@@ -66,6 +70,27 @@ def _reduce(bucket: Any, before: float, after: float, in_fp32: bool) -> torch.fu
     wide = buffer.float() if in_fp32 else buffer
     work: Any = distributed.all_reduce(wide * before, async_op=True)
     return work.get_future().then(lambda future: (future.value()[0] * after).to(buffer.dtype))  # type: ignore[no-any-return]
+
+
+@without_grad
+def flat_dist_call(
+    tensors: Sequence[Tensor], call: Callable[..., Any], extra_args: Sequence[Any] | None = None
+) -> None:
+    """Run a collective on tensors, once for each dtype: `call(flat, *extra_args)`.
+
+    A sum by `torch.distributed.all_reduce` itself becomes a mean, as in apex.
+    """
+    for _, alike in groupby(sorted(tensors, key=_type_of), _type_of):
+        each = list(alike)
+        flat = flatten(each)
+        call(flat, *(extra_args or ()))
+        if call is distributed.all_reduce:
+            flat /= distributed.get_world_size()
+        torch._foreach_copy_(each, unflatten(flat, each))
+
+
+def _type_of(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tensor.device}"
 
 
 class Reducer:

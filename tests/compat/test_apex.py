@@ -456,6 +456,25 @@ def test_batch_norms_are_converted() -> None:
     assert torch.equal(norm(torch.tensor([[-1.0, 0.0]])), torch.zeros(1, 2))
 
 
+def test_a_collective_of_many_tensors(apex: Any) -> None:
+    from apex.parallel import ReduceOp  # type: ignore[import-not-found,unused-ignore]
+    from apex.parallel.distributed import (  # type: ignore[import-not-found,unused-ignore]
+        flat_dist_call,
+    )
+
+    weights = [nn.Parameter(torch.ones(2, 2)), torch.ones(3, dtype=torch.float16), torch.zeros(1)]
+    sizes = []
+
+    def double(flat: torch.Tensor, factor: int) -> None:
+        sizes.append(len(flat))
+        flat *= factor
+
+    flat_dist_call(weights, double, (2,))
+    assert sorted(sizes) == [3, 5]
+    assert [weight.sum().item() for weight in weights] == [8, 6, 0]
+    assert ReduceOp is torch.distributed.ReduceOp
+
+
 def test_norms() -> None:
     norms = importlib.import_module("amp.compat.normalization")
     x = torch.randn(3, 4).half()
