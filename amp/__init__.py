@@ -6,6 +6,8 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
 """
 
 import importlib
+import opcode
+import sys
 from typing import Any
 
 from amp.observer_makers import MAKERS as _MAKERS
@@ -44,6 +46,11 @@ _NAMES = {
 """The public names, by the module that has them; `__init__.pyi` says the same to type checkers."""
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
+_MODULES = (
+    "compat diagnosis distributed errors fp16_utils integrations kernels numerics optimizers trials"
+)
+"""The public modules."""
+
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
@@ -58,7 +65,12 @@ _MAKERS["on_overflow"] = _arm
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name, or a module of the package, when it is first used."""
+    """Import a name, or a module of the package, when it is first used.
+
+    Raises:
+        AttributeError: there is none. The message says what to write instead, if that is known.
+        ImportError: the same, in `from amp import name`, where Python drops the message of the other.
+    """
     if name.startswith("_"):
         raise AttributeError(f"module 'amp' has no attribute '{name}'")
     if name in _HOMES:
@@ -69,10 +81,17 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name != f"amp.{name}":
                 raise
-            raise AttributeError(f"module 'amp' has no attribute '{name}'") from None
+            from amp.other_names import hint_at_attribute
+
+            hint = hint_at_attribute(name, __dir__())
+            caller = sys._getframe(1)
+            if caller.f_code.co_code[caller.f_lasti] == opcode.opmap["IMPORT_FROM"]:
+                message = f"cannot import name '{name}' from 'amp'{hint}"
+                raise ImportError(message, name=name, path=__file__) from None
+            raise AttributeError(f"module 'amp' has no attribute '{name}'{hint}") from None
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+    return sorted([*__all__, *_MODULES.split(), "__version__"])

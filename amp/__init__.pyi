@@ -55,6 +55,9 @@ from . import (
     fp16_utils as fp16_utils,
 )
 from . import (
+    integrations as integrations,
+)
+from . import (
     kernels as kernels,
 )
 from . import (

@@ -2,10 +2,10 @@
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from amp.casting.sharded import is_of_fsdp1
 from amp.distributed import ProcessGroup, groups_of_meshes, is_sharded, without_contained
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import (
+    AmpAttributeError,
     AmpIndexError,
     AmpRuntimeError,
     AmpTypeError,
@@ -42,12 +43,38 @@ def check_verbosity(value: Any) -> None:
         raise AmpTypeError(f"verbosity={brief(value)} is neither 0, which logs nothing, nor 1")
 
 
+class Prepared(tuple[Any, Any]):
+    """The result of `initialize` for models and optimizers: a tuple that has to be unpacked.
+
+    If it is used as a model or an optimizer, the error says so.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, *args: object, **kwargs: object) -> NoReturn:
+        """Raise AmpTypeError."""
+        raise AmpTypeError(f"a tuple was called. {_NOT_UNPACKED}")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AmpAttributeError(f"a tuple has no attribute '{name}'. {_NOT_UNPACKED}")
+
+    def __reduce__(self) -> tuple[type, tuple[Any]]:
+        return tuple, (list(self),)
+
+
+_NOT_UNPACKED = (
+    "amp.initialize returned (model, optimizer): write model, optimizer = amp.initialize(model, "
+    "optimizer, opt_level=...)"
+)
+
+
 def attached_of_a_loss(optimizers: Any) -> list[AttachedOptimizer]:
     """Return the `AttachedOptimizer` of each optimizer of a `scale_loss`, at least one, each once."""
     given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     wrong = [value for value in given if not is_optimizer(value)]
     if wrong or not given:
         got = f"{_named(wrong[0])}{_remedy(wrong[0])}" if wrong else "an empty list"
+        got = f"a tuple. {_NOT_UNPACKED}" if isinstance(optimizers, Prepared) else got
         raise AmpTypeError(
             "amp.scale_loss needs the optimizer, or the list of optimizers, whose parameters get "
             f"gradients from the loss; got {got}"
@@ -82,10 +109,18 @@ def check_loss(loss: Any) -> None:
     remedy = ""
     if is_optimizer(loss):
         remedy = ". The loss comes first: amp.scale_loss(loss, optimizer)"
+    elif isinstance(loss, Mapping) or isinstance(getattr(loss, "loss", None), Tensor):
+        remedy = ". Pass the loss that is in it, as output.loss or output['loss']"
     elif isinstance(loss, (list, tuple)):
         remedy = ". Pass their sum, or make a block for each, with a loss_id of its own"
     elif isinstance(loss, (int, float)):
         remedy = ". A number, as of loss.item(), has no graph: pass the tensor itself"
+    elif hasattr(loss, "__array__") and not isinstance(loss, Tensor):
+        remedy = ". An array, as of loss.numpy(), has no graph: pass the tensor itself"
+    elif callable(loss):
+        remedy = ". Call it, and pass the loss that it returns"
+    elif loss is None:
+        remedy = ": the model or the criterion has returned nothing"
     kind = loss.dtype if isinstance(loss, Tensor) else _named(loss)
     raise AmpTypeError(f"amp.scale_loss needs a floating-point tensor as loss, and got {kind}{remedy}")
 
@@ -153,20 +188,30 @@ def check_inference_mode(given: Sequence[Any]) -> None:
 def check_model(model: nn.Module, properties: Properties, allow_low_precision: bool) -> None:
     """Raise AmpRuntimeError for a model that cannot be prepared.
 
-    Such a model is wrapped in DDP, has 16-bit weights that are not allowed, or has tensors that were
-    made in inference mode. A part may be in DataParallel, and also in DDP, unless the dtype of its
+    Such a model is wrapped in DDP, has 16-bit weights that are not allowed, has tensors that were made
+    in inference mode, or has quantized layers and no parameters. A part may be in DataParallel, and also in DDP, unless the dtype of its
     weights changes, or what is scaled or has masters has to know of its `no_sync`.
     """
     keeps_weights = properties.cast_model_type not in LOW_PRECISION and not properties.master_weights
     keeps_ddp = keeps_weights and properties.loss_scale == 1.0 and properties.fp8 is None
+    has_parameters = any(True for _ in model.parameters())
     for name, module in model.named_modules():
+        if (
+            not has_parameters
+            and type(module).__module__.startswith("torch.ao.nn.")
+            and ("quantized" in type(module).__module__)
+        ):
+            raise AmpRuntimeError(
+                f"the model is quantized: '{name}' is a {module._get_name()}, and no parameter is left "
+                "to cast or to train. Call amp.initialize before quantization, on the model with FP32 "
+                "weights; a quantized model for inference needs no amp.initialize"
+            )
         is_ddp = isinstance(module, nn.parallel.DistributedDataParallel)
         if name and is_ddp and not keeps_ddp:
             raise AmpRuntimeError(
                 f"the part '{name}' of the model is in {type(module).__name__} already, which would "
                 "reduce gradients of the dtype that its weights had, and whose no_sync() amp would not "
-                "know of. "
-                "Call amp.initialize on the bare model first, and then wrap the part"
+                "know of. Call amp.initialize on the bare model first, and then wrap the part"
             )
         if not name and (is_ddp or isinstance(module, nn.DataParallel)):
             raise AmpRuntimeError(

@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, NoReturn, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from amp.casting.regions import DEVICE_TYPES, ThreadState, forwards
 from amp.casting.strategies import strategies_for
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpRuntimeError, truth_of
+from amp.errors import AmpRuntimeError, AmpTypeError, truth_of
 from amp.masters.master_weights import MasterWeights
 from amp.observer_makers import MAKERS
 from amp.observers import Observer, everywhere
@@ -177,7 +177,7 @@ class Session:
             setup.run()
             for observer in told:
                 observer.initialize_ends(self, model_list, optimizer_list)
-        return models if optimizers is None else (models, optimizers)
+        return models if optimizers is None else arguments.Prepared((models, optimizers))
 
     def close(self) -> None:
         """Restore torch, the models and the optimizers. Idempotent.
@@ -217,6 +217,13 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise AmpTypeError(
+            "a session can be neither pickled nor copied: it is about the models and optimizers of one "
+            "process. Save amp.state_dict(), model.state_dict() and optimizer.state_dict(); in another "
+            "process, call amp.initialize and load them"
+        )
 
     # Training.
 

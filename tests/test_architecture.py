@@ -35,6 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "base": (
         *("active", "observers", "observer_makers"),
         "errors",
+        "other_names",
         "dtypes",
         "distributed",
         "names",

@@ -343,9 +343,23 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     [
         (
             ["explain", "sofmax"],
-            "there is no function 'sofmax'; give a full name: torch.softmax; did you ",
+            "there is no function 'sofmax'; did you mean 'torch.softmax'?",
         ),
-        (["explain", "torch.sofmax"], "; did you mean 'softmax'?"),
+        (["explain", "torch.sofmax"], "; did you mean 'torch.softmax'?"),
+        (["explain", "softmax"], "; did you mean 'torch.softmax'?"),
+        (["explain", "torch.linear"], "; did you mean 'torch.nn.functional.linear'?"),
+        (["explain", "nn.Linear"], "; did you mean 'torch.nn.functional.linear'?"),
+        (["explain", "torch.fft.ftt"], "; did you mean 'torch.fft.fft'?"),
+        (["explain", "xyz"], "there is no function 'xyz'; give a full name: torch.softmax"),
+        (["lab", "--port", "8000"], "--port 8000 is for a page that is served: give --serve too, or"),
+        (["lab", "--no-browser"], "--no-browser is for a page that is served: give --serve too, or"),
+        (["lab", "--serve", "--out", "x.html"], "--serve writes no file: leave out --out, or --serve"),
+        (
+            ["memory", "--sharding", "fsdp"],
+            "sharding='fsdp' is not one of none, zero1, zero2, zero3, fsdp2; did you mean 'zero3' "
+            "(FullyShardedDataParallel) or 'fsdp2' (fully_shard)?",
+        ),
+        (["memory", "--sharding", "zero"], "zero3, fsdp2; did you mean 'zero3'?"),
         (
             ["docter", "x.py"],
             "reamp: there is no command 'docter'; did you mean 'doctor'? See reamp --help",
@@ -736,7 +750,7 @@ def test_a_loss_in_the_block_of_another_session() -> None:
             "; it belongs under loss_scale, which takes a mapping such as {'gr",
         ),
         ("keep_bn_fp32: true", "; did you mean 'keep_batchnorm_fp32'?"),
-        ("precision: bf16", "; opt_level says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16"),
+        ("precision: bf16", "; extends says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16"),
         ("rules: [{module: 0, cast: float32}]", ":2: module=0 is not a name or a glob; write it in"),
     ],
 )

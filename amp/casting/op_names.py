@@ -82,7 +82,7 @@ def is_immutable(holder: Any) -> bool:
     return isinstance(holder, type) and bool(holder.__flags__ & 1 << 8)  # Py_TPFLAGS_IMMUTABLETYPE
 
 
-_SPELLINGS = ("torch", "torch.Tensor", "torch.nn.functional")
+SPELLINGS = ("torch", "torch.Tensor", "torch.nn.functional")
 """The places in which functions of the same name are the same op."""
 
 _OPERATORS = {
@@ -98,12 +98,12 @@ def spellings(place: str, name: str) -> Iterator[tuple[str, str]]:
     for operators_of, operators in _OPERATORS.items():
         if place == "torch.Tensor" and name in operators:
             name = operators_of
-    for other in _SPELLINGS if place in _SPELLINGS else (place,):
+    for other in SPELLINGS if place in SPELLINGS else (place,):
         holder = resolve(other)
         # torch.half is a dtype, and not another spelling of torch.Tensor.half.
         if hasattr(holder, name) if other == place else may_be_cast(holder, name):
             yield other, name
-    if place in _SPELLINGS:
+    if place in SPELLINGS:
         yield from (("torch.Tensor", operator) for operator in _OPERATORS.get(name, ()))
 
 
@@ -114,7 +114,7 @@ def functions_of(rules: Iterable[Rule]) -> dict[tuple[str, str], Rule]:
         AmpValueError: a rule matches no function in torch or in the modules imported so far, or one
             that must not be cast.
     """
-    public = functools.cache(_public_functions)
+    public = functools.cache(public_functions)
     spelled = functools.cache(lambda *op: list(spellings(*op)))
     found: dict[tuple[str, str], Rule] = {}
     for rule in rules:
@@ -124,7 +124,7 @@ def functions_of(rules: Iterable[Rule]) -> dict[tuple[str, str], Rule]:
 
 
 def _matches(rule: Rule, public: Callable[[str], list[str]]) -> list[tuple[str, str]]:
-    """Return the functions that a rule matches; `public` is a cached `_public_functions`."""
+    """Return the functions that a rule matches; `public` is a cached `public_functions`."""
     holder, place, name = find(rule.pattern)
     if holder is None:
         why = (
@@ -149,7 +149,7 @@ def _matches(rule: Rule, public: Callable[[str], list[str]]) -> list[tuple[str, 
     raise AmpValueError(f"{rule.source}: op {brief(rule.pattern)}: {why}")
 
 
-def _public_functions(place: str) -> list[str]:
+def public_functions(place: str) -> list[str]:
     """Return the public functions of a module or class that may be cast, by name."""
     holder = resolve(place)
     names = list(vars(holder)) if _is_module_of_others(holder) else dir(holder)
@@ -174,7 +174,7 @@ def member(holder: Any, name: str) -> Any:
 
 _USED_BY_CASTS = ("to", "is_floating_point", "promote_types", "_is_view")
 _PLACES_OF_OPS = (
-    *_SPELLINGS,
+    *SPELLINGS,
     *(f"torch.{name}" for name in ("fft", "linalg", "special", "sparse", "nested", "nn.init", "_VF")),
 )
 _OPERATOR_METHODS = {name for name in dir(operator) if name.startswith("__")}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +10,15 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from amp.casting.op_names import find, functions_of, member, resolve, spellings
+from amp.casting.op_names import (
+    SPELLINGS,
+    find,
+    functions_of,
+    member,
+    public_functions,
+    resolve,
+    spellings,
+)
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
 from amp.profiles.keys import shown
@@ -143,13 +152,9 @@ def explain(op: str, properties: Properties) -> str:
     holder, place, name = find(op)
     function = member(holder, name)
     if not callable(function):
-        hint = did_you_mean(name, dir(holder)) if holder is not None else ""
-        if holder is None or "." not in op:
-            names = {rule.op for rule in load_policy(torch.float16).rules}
-            meant = [full for full in sorted(names) if full.rpartition(".")[2] == name]
-            close = did_you_mean(name, {full.rpartition(".")[2] for full in names})
-            hint = f"; did you mean '{meant[0]}'?" if meant else close
-        raise AmpValueError(f"there is no function '{op}'; give a full name: torch.softmax{hint}")
+        near = _nearest(name, place if holder is not None else "")
+        hint = f"did you mean '{near}'?" if near else "give a full name: torch.softmax"
+        raise AmpValueError(f"there is no function '{op}'; {hint}")
     op = f"{place}.{name}"
     if isinstance(function, type):
         raise AmpValueError(f"'{op}' is a class; ask about a function that it calls")
@@ -177,6 +182,17 @@ def explain(op: str, properties: Properties) -> str:
         if (rule and rule.category) not in categories:
             lines.append(f"{other}: {describe(rule, policy)}")
     return "\n".join(lines)
+
+
+def _nearest(name: str, place: str) -> str:
+    """Return the full name of a function of almost this name: in the place, if there is one, or ""."""
+    of_place = {each: f"{place}.{each}" for each in public_functions(place)} if place else {}
+    all_of = {rule.name: rule.op for rule in load_policy(torch.float16).rules}
+    for each in reversed(SPELLINGS):
+        all_of |= {function: f"{each}.{function}" for function in public_functions(each)}
+    if name not in all_of:
+        all_of = of_place if difflib.get_close_matches(name, of_place) else all_of
+    return "".join(all_of[each] for each in difflib.get_close_matches(name, all_of, n=1))
 
 
 def describe(rule: OpRule | None, policy: OpPolicy) -> str:

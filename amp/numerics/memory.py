@@ -55,6 +55,16 @@ def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
             yield level, {"master_weights": "split16"}
 
 
+def check_sharding(value: object) -> None:
+    """Raise AmpValueError unless it is a `Sharding`."""
+    if value not in get_args(Sharding):
+        meant = {"fsdp": "'zero3' (FullyShardedDataParallel) or 'fsdp2' (fully_shard)"}
+        meant |= dict.fromkeys(("ddp", "no_shard"), "'none'")
+        hint = did_you_mean(str(value), get_args(Sharding))
+        hint = f"; did you mean {meant[str(value)]}?" if value in meant else hint
+        raise AmpValueError(f"sharding={value!r} is not one of {', '.join(get_args(Sharding))}{hint}")
+
+
 _OF_MASTER = {True: 4, "split16": 2, "kahan": 2, "split24": 1}
 """The bytes of a master, besides those of the weight."""
 
@@ -186,8 +196,7 @@ def footprint(
         if not _is_number(count) or not 0 <= count < math.inf:
             raise AmpValueError(f"{what}={count!r} must be a finite number of at least 0")
     world_size = parse_count("world_size", world_size)
-    if sharding not in get_args(Sharding):
-        raise AmpValueError(f"sharding={sharding!r} is not one of {', '.join(get_args(Sharding))}")
+    check_sharding(sharding)
     if properties.state_dtype is not None and not name.startswith("fused"):
         raise AmpValueError(
             f"state_dtype={shown(properties.state_dtype)} needs an optimizer of amp.optimizers, "

@@ -464,7 +464,7 @@ def _crises(arguments: argparse.Namespace, printer: Printer) -> Any:
     "lab",
     argument("--out", "where to write it (lab.html)"),
     argument("--serve", "serve it, and open it, instead", action="store_true"),
-    argument("--port", "where to serve it (a free one)", type=int, default=0),
+    argument("--port", "where to serve it (a free one)", type=int),
     argument("--no-browser", "serve it, and open nothing", action="store_true"),
     as_json=False,
 )
@@ -475,8 +475,13 @@ def _lab(arguments: argparse.Namespace, printer: Printer) -> Any:
     reamp lab --out numerics.html
     reamp lab --serve
     """
+    if arguments.serve and arguments.out is not None:
+        raise AmpValueError("--serve writes no file: leave out --out, or --serve")
+    if not arguments.serve and (arguments.no_browser or arguments.port is not None):
+        option = "--no-browser" if arguments.port is None else f"--port {arguments.port}"
+        raise AmpValueError(f"{option} is for a page that is served: give --serve too, or leave it out")
     if arguments.serve:
-        lab.serve(arguments.port, browser=not arguments.no_browser)
+        lab.serve(arguments.port or 0, browser=not arguments.no_browser)
     else:
         printer.line(f"wrote {lab.write(arguments.out)}: open it in a browser")
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from amp.errors import AmpValueError, did_you_mean
-from amp.numerics.memory import TERMS, Footprint, footprint
+from amp.numerics.memory import TERMS, Footprint, check_sharding, footprint
 from amp.profiles.levels import LEVELS, compute_dtype, load_profile
 from amp.terminal.text import bytes_in_words
 
@@ -259,6 +259,8 @@ def check_options(given: dict[str, Any]) -> None:
                 raise AmpValueError(
                     f"--{name} counts what {name_of[other]} says: leave one of the two out"
                 )
+    if given["sharding"] is not None:
+        check_sharding(given["sharding"])
     if given["sharding"] not in (None, "none") and given["world_size"] is None:
         sharding = f"--sharding {given['sharding']}"
         raise AmpValueError(f"{sharding} is over processes: give --world-size too, as --world-size 8")

@@ -9,7 +9,8 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from amp.distributed import ProcessGroup
-from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief, did_you_mean
+from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief
+from amp.other_names import hint_at_keyword
 from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
 from amp.profiles.keys import Key, OneOf, key, keys_of, parse_globs, shown
 from amp.profiles.loss_scaling import SCALING_KEYS, LossScaling, parse_loss_scale
@@ -160,12 +161,10 @@ OVERRIDE_KEYS = {
 
 def hint_at(name: str, takes: Iterable[str]) -> str:
     """Return what a key or keyword that does not exist may mean, or an empty text."""
-    if name in ("dtype", "precision"):
-        return "; opt_level says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16"
     if any(name in (key.name, *key.aliases) for key in SCALING_KEYS.values()):
         return f"; it belongs under loss_scale, which takes a mapping such as {{'{name}': ...}}"
-    words = [{"bn": "batchnorm"}.get(word, word) for word in name.split("_")]
-    return did_you_mean("_".join(words), takes)
+    takes = list(takes)
+    return hint_at_keyword(name, takes, "extends" if "extends" in takes else "opt_level")
 
 
 def check_once(key: Key, given: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState, disable_casts
 from amp.distributed import reduce_largest
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpAttributeError, AmpRuntimeError, warn
+from amp.errors import AmpAttributeError, AmpRuntimeError, shape_of, warn
 from amp.kernels.interrupts import at_once
 from amp.observers import everywhere
 from amp.training.gradients import Gradients, State
@@ -118,6 +118,11 @@ class Block:
                     _explain(error, loss, self._gradients)
                     for each in attached:
                         each.check.add_hint(error, each.gradients.groups.models)
+                    if loss.numel() > 1 and "implicitly created only for scalar" in str(error):
+                        error.add_note(
+                            f"amp: the loss has the shape {shape_of(loss)}: scale one number, as in "
+                            "amp.scale_loss(loss.mean(), optimizer)"
+                        )
                     raise
                 if watch is not None:
                     watch.backward_has_ended()

@@ -364,10 +364,12 @@ class BlockWatch:
         if any(p.requires_grad for each in self._attached for p in each.gradients.groups.stepped):
             for one in known:
                 one.has_found = True
+            none_was_run = "" if self.was_run else "no backward was run in it, or "
             warn(
                 "an amp.scale_loss block has ended, and no parameter of its optimizers has a gradient: "
-                "no backward was run in it, or the loss does not depend on them, as after .detach(). "
-                "Call scaled_loss.backward() inside of the block"
+                f"{none_was_run}the loss does not depend on them, as after .detach(), or zero_grad() "
+                "was called after the backward. Call it before the block, and scaled_loss.backward() "
+                "in the block"
             )
 
 

@@ -20,7 +20,7 @@ from amp.diagnosis.findings import Finding, one_a_rule, said_of
 from amp.diagnosis.shadow import Shadow
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
-from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning, brief
+from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning
 from amp.session import Session
 from amp.trials import hazards
 from amp.trials.replay import Replay
@@ -151,7 +151,10 @@ def a_forward(
     """
     named_models(model, caller)
     if not isinstance(model, nn.Module):
-        raise AmpTypeError(f"{caller} takes one model, and got {brief(model)}")
+        raise AmpTypeError(
+            f"{caller} takes one model, and got a {type(model).__name__} of {len(model)}: pass one of "
+            "them, and call it again for the next"
+        )
     subject = unwrapped(model)
     args, kwargs = _arguments_of(subject, batch)
     session = active.session_of(subject)

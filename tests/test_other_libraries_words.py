@@ -1,0 +1,250 @@
+"""What people write who come from torch.amp, Lightning, Accelerate, DeepSpeed or TransformerEngine."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import amp
+from amp.other_names import _OF_ATTRIBUTES, _OF_KEYWORDS
+from amp.profiles.properties import OVERRIDE_KEYS
+
+ANY: Any = amp
+X = torch.ones(3, 4)
+pytestmark = pytest.mark.filterwarnings("ignore:fp8=current. . of . layers run in FP8")
+LEVELS = ["O0", "O1", "O2", "O4", "O5", "O6"]
+
+
+def fresh() -> tuple[Any, Any]:
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    return model, torch.optim.AdamW(model.parameters(), 1e-3)
+
+
+def initialized(level: str = "O2") -> tuple[Any, Any]:
+    return amp.initialize(*fresh(), opt_level=level, verbosity=0)
+
+
+# Names.
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("autocast", "opt_level='O1') casts in the model's forward, and 'O4' does in bfloat16"),
+        ("autocats", "opt_level='O1') casts in the model's forward, and 'O4' does in bfloat16"),
+        ("initalize", "; did you mean 'initialize'?"),
+        ("numeric", "; did you mean 'numerics'?"),
+        ("fp8_autocast", "opt_level='O6' of amp.initialize runs linear layers in FP8"),
+        ("unscale_", "the end of an amp.scale_loss block unscales the gradients: leave it out"),
+        ("scale", "a loss is scaled in a block: `with amp.scale_loss(loss, optimizer) as scaled_loss"),
+        ("update", "call optimizer.step() after the amp.scale_loss block"),
+        ("prepare", "amp.initialize(model, optimizer, opt_level=...) prepares models"),
+        ("clip_grad_norm_", "call torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max"),
+        ("no_grad", "; it is torch.no_grad"),
+        ("custom_fwd", "; it is torch.amp.custom_fwd"),
+        ("FusedAdam", "; amp.optimizers has it"),
+        ("FP16_Optimizer", "; amp.fp16_utils has it"),
+        ("AmpRuntimeError", "; amp.errors has it"),
+        ("DelayedScaling", "takes a recipe, such as fp8='delayed'"),
+    ],
+)
+def test_a_name_of_another_library_says_what_to_write(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(meant)) as caught:
+        getattr(amp, name)
+    assert str(caught.value).startswith(f"module 'amp' has no attribute '{name}'; ")
+    with pytest.raises(ImportError, match=re.escape(meant)) as imported:
+        exec(f"from amp import {name}")
+    assert str(imported.value).startswith(f"cannot import name '{name}' from 'amp'; ")
+    assert not hasattr(amp, name)
+
+
+def test_a_name_that_means_nothing_gets_no_far_fetched_hint() -> None:
+    with pytest.raises(AttributeError, match=r"^module 'amp' has no attribute 'nothing'$"):
+        _ = ANY.nothing
+
+
+def test_places_that_names_are_said_to_be_in_have_them() -> None:
+    for meant, names in _OF_ATTRIBUTES.items():
+        if meant.endswith(" has it"):
+            place = getattr(amp, meant.split()[0].removeprefix("amp."))
+            assert [name for name in names.split() if not hasattr(place, name)] == []
+
+
+def test_a_name_is_in_one_row_and_is_not_one_of_ours() -> None:
+    for table, ours in ((_OF_ATTRIBUTES, dir(amp)), (_OF_KEYWORDS, OVERRIDE_KEYS)):
+        names = [name for names in table.values() for name in names.split()]
+        assert len(names) == len(set(names))
+        assert not set(names) & set(ours)
+
+
+# Keywords.
+
+BY_LEVEL = "; opt_level says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16, 'O6' or 'O7' for "
+SCALE = "; loss_scale says it: 'dynamic', a number, or a mapping such as {'init': 1024, "
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        *(
+            (name, BY_LEVEL)
+            for name in ("dtype", "precision", "mixed_precision", "param_dtype", "fp16")
+        ),
+        ("config", "; opt_level takes the path of a YAML profile"),
+        ("device_type", "; leave it out: models and tensors stay on the devices that they are on"),
+        ("dynamic_loss_scale", SCALE),
+        ("grad_scaler", SCALE),
+        ("output_dtype", "; cast_model_outputs says it"),
+        ("cast_forward_inputs", "; cast_model_inputs says it"),
+        ("fp8_recipe", "; fp8 says it"),
+        ("gradient_clip_val", "; clip after the amp.scale_loss block"),
+        ("gradient_accumulation_steps", "; make an amp.scale_loss block for each of these backwards"),
+        ("growth_interval", "; it belongs under loss_scale"),
+        ("optlevel", "; did you mean 'opt_level'?"),
+        ("level", "; did you mean 'opt_level'?"),
+        ("verbose", "; did you mean 'verbosity'?"),
+        ("reduce_type", "; did you mean 'reduce_dtype'?"),
+        ("weight_dtype", "; leave it out. It takes models, optimizers, enabled, opt_level, "),
+        ("clipping", "; leave it out. It takes "),
+    ],
+)
+def test_a_keyword_of_another_library_says_which_argument_is_meant(name: str, meant: str) -> None:
+    model, optimizer = fresh()
+    with pytest.raises(TypeError, match=re.escape(f"keyword argument '{name}'{meant}")):
+        ANY.initialize(model, optimizer, **{name: 1})
+    assert model[0].weight.dtype is torch.float32
+    if "It takes" not in meant and "'opt_level'" not in meant:
+        with pytest.raises(TypeError, match=f"there is no property '{name}'.*{re.escape(meant)}"):
+            ANY.Session("O2", **{name: 1})
+
+
+def test_a_key_of_a_file_names_its_own_word_for_a_level(tmp_path: Any) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("extends: O2\nprecision: 16\n")
+    with pytest.raises(TypeError, match=r"p.yaml:2: .*'precision'.*; extends says it: 'O1' or 'O2'"):
+        amp.load_profile(path)
+
+
+# What initialize returns, and what scale_loss takes.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_one_name_for_model_and_optimizer(level: str) -> None:
+    both = initialized(level)
+    assert both == (both[0], both[1])
+    says = re.escape("amp.initialize returned (model, optimizer): write model, optimizer = amp.initial")
+    with pytest.raises(TypeError, match=f"a tuple was called. {says}"):
+        ANY.get_session(both[1]) and both(X)  # type: ignore[operator]
+    with pytest.raises(AttributeError, match=f"a tuple has no attribute 'train'. {says}"):
+        both.train()  # type: ignore[attr-defined]
+    with pytest.raises(TypeError, match=f"got a tuple. {says}"):
+        amp.scale_loss(both[0](X).sum(), both)
+    assert [type(each) for each in (copy.copy(both), pickle.loads(pickle.dumps(both)))] == [tuple] * 2
+    assert type(amp.Session("O0").initialize(*fresh())) is type(both)
+
+
+class Output:
+    """A model's output, as those of transformers."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (lambda loss: np.float32(3.0), "got float32. An array, as of loss.numpy(), has no graph: pass"),
+        (lambda loss: loss.detach().numpy(), "got ndarray. An array, as of loss.numpy(), has no graph"),
+        (
+            lambda loss: {"loss": loss},
+            "got dict. Pass the loss that is in it, as output.loss or output",
+        ),
+        (lambda loss: Output(loss), "got Output. Pass the loss that is in it, as output.loss or out"),
+        (lambda loss: lambda: loss, "got function. Call it, and pass the loss that it returns"),
+        (lambda loss: None, "got NoneType: the model or the criterion has returned nothing"),
+        (
+            lambda loss: [loss, loss],
+            "got list. Pass their sum, or make a block for each, with a loss_id",
+        ),
+    ],
+)
+def test_a_loss_that_is_no_tensor(loss: Callable[[torch.Tensor], Any], text: str) -> None:
+    model, optimizer = initialized()
+    with pytest.raises(TypeError, match=re.escape(text)):
+        amp.scale_loss(loss(model(X).sum()), optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_a_loss_of_several_numbers(level: str) -> None:
+    model, optimizer = initialized(level)
+    with (
+        pytest.raises(RuntimeError, match="implicitly created only for scalar") as caught,
+        amp.scale_loss(model(X).sum(1), optimizer) as scaled_loss,
+    ):
+        scaled_loss.backward()
+    (note,) = caught.value.__notes__
+    assert note.startswith(
+        "amp: the loss has the shape (3,): scale one number, as in amp.scale_loss(lo"
+    )
+    with amp.scale_loss(model(X).sum(1), optimizer) as scaled_loss:
+        scaled_loss.backward(torch.ones(3))
+
+
+@pytest.mark.parametrize("call", [amp.check, amp.explain])
+def test_a_list_where_one_model_is_meant(call: Any) -> None:
+    text = "takes one model, and got a list of 2: pass one of them, and call it again for the next"
+    with pytest.raises(TypeError, match=text):
+        call([fresh()[0], fresh()[0]], X, opt_level="O2")
+
+
+# What comes out of a session, and goes into it.
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("how", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_session_is_not_pickled(level: str, how: Any) -> None:
+    model, optimizer = initialized(level)
+    with pytest.raises(
+        TypeError, match=r"neither pickled nor copied: .* Save amp.state_dict\(\), model"
+    ):
+        how(amp.get_session())
+    copy.deepcopy(model)
+    pickle.dumps(optimizer)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("of", ["optimizer", "model"])
+def test_zero_grad_after_the_backward_is_named(level: str, of: str) -> None:
+    model, optimizer = initialized(level)
+    loss = model(X).sum()
+    text = r"as after .detach\(\), or zero_grad\(\) was called after the backward. Call it before the "
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+            (model if of == "model" else optimizer).zero_grad()
+    assert [bool(re.search(text, str(each.message))) for each in said] == [True]
+    is_known = level in ("O1", "O2")  # where the block watches for a backward, as it scales the loss
+    assert ("no backward was run" in str(said[0].message)) is not is_known
+
+
+@pytest.mark.filterwarnings("ignore:.*quant")
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_quantized_model(level: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 2), nn.ReLU())
+    quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
+    text = "the model is quantized: '0' is a DynamicQuantizedLinear, and no parameter is left to cast"
+    with pytest.raises(amp.AmpError, match=text):
+        amp.initialize(quantized, opt_level=level, verbosity=0)
+    amp.initialize(nn.ReLU(), opt_level=level, verbosity=0)
+    with_more = nn.Sequential(quantized, nn.Linear(2, 2))
+    amp.initialize(with_more, opt_level=level, verbosity=0)
