@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from amp.casting.module_rules import tensors_in
 from amp.casting.sharded import is_of_fsdp1
 from amp.distributed import ProcessGroup, groups_of_meshes, is_sharded, without_contained
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
@@ -27,6 +26,7 @@ from amp.errors import (
 from amp.lazy import kernels
 from amp.optimizers.checks import check_state
 from amp.optimizers.fused import FusedOptimizer
+from amp.own_tensors import tensors_in
 from amp.profiles.fp8_recipe import GRANULARITIES
 from amp.profiles.keys import shown
 from amp.profiles.properties import Properties
@@ -189,8 +189,9 @@ def check_model(model: nn.Module, properties: Properties, allow_low_precision: b
     """Raise AmpRuntimeError for a model that cannot be prepared.
 
     Such a model is wrapped in DDP, has 16-bit weights that are not allowed, has tensors that were made
-    in inference mode, or has quantized layers and no parameters. A part may be in DataParallel, and also in DDP, unless the dtype of its
-    weights changes, or what is scaled or has masters has to know of its `no_sync`.
+    in inference mode, or has quantized layers and no parameters. A part may be in DataParallel, and
+    also in DDP, unless the dtype of its weights changes, or what is scaled or has masters has to know
+    of its `no_sync`.
     """
     keeps_weights = properties.cast_model_type not in LOW_PRECISION and not properties.master_weights
     keeps_ddp = keeps_weights and properties.loss_scale == 1.0 and properties.fp8 is None

@@ -21,13 +21,14 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.casting.cast_hooks import EXACT_INTEGERS
-from amp.casting.module_rules import ruled_tensors, tensors_in
+from amp.casting.matching_rules import ruled_tensors
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import first_few, warn
 from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import are_plain
 from amp.masters.averages import is_exact
 from amp.observers import Observer
+from amp.own_tensors import tensors_in
 from amp.training.recorder import HostCopies
 from amp.training.step import unattached
 

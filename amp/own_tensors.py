@@ -14,3 +14,10 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         if tensor is not None:
             yield name, tensor
+
+
+def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers of a model, shared ones by each of their names."""
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        yield from ((prefix + name, tensor) for name, tensor in own_tensors(module))

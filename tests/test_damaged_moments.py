@@ -70,7 +70,7 @@ def test_a_step_refuses_and_changes_nothing_and_the_session_closes(
     damage: str, options: str, optimizer_class: Any
 ) -> None:
     model: Any = nn.Linear(4, 8)
-    more = {} if optimizer_class is FusedAdam else {"momentum": 0.9}
+    more: dict[str, Any] = {} if optimizer_class is FusedAdam else {"momentum": 0.9}
     name = "exp_avg" if optimizer_class is FusedAdam else "momentum_buffer"
     made = optimizer_class(model.parameters(), lr=0.01, **more)
     model, optimizer = amp.initialize(model, made, verbosity=0, **OPTIONS[options])

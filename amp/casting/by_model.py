@@ -30,7 +30,7 @@ from amp.casting.cast_hooks import (
     ruined_by_cast,
 )
 from amp.casting.hints import ModelOutput
-from amp.casting.module_rules import ruled_modules, ruled_tensors, tensors_in
+from amp.casting.matching_rules import ruled_modules, ruled_tensors
 from amp.casting.scripting import NotScriptable
 from amp.casting.sharded import (
     ShardPolicies,
@@ -45,7 +45,7 @@ from amp.distributed import is_sharded
 from amp.dtypes import CASTABLE, LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.interrupts import without_grad
-from amp.own_tensors import own_tensors
+from amp.own_tensors import own_tensors, tensors_in
 from amp.profiles.keys import shown
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties

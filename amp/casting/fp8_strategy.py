@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from amp.casting.module_rules import ruled_modules, ruled_tensors
+from amp.casting.matching_rules import ruled_modules, ruled_tensors
 from amp.casting.regions import cast_dtype
 from amp.casting.sharded import modules_of_fsdp2, params_of_fsdp2, reshard, specs_when_gathered
 from amp.casting.strategy import Strategy

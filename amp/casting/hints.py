@@ -11,7 +11,7 @@ from torch import nn
 
 from amp.active import session_of
 from amp.casting.cast_hooks import CastInputs, CastOutput
-from amp.casting.module_rules import ruled_tensors
+from amp.casting.matching_rules import ruled_tensors
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import first_few
 from amp.own_tensors import own_tensors

@@ -1,16 +1,16 @@
-"""Which modules and tensors a user's rules match, and how modules run in FP32 at O1 and O4.
+"""How modules that a user's rules match run in FP32 at O1 and O4.
 
-At these levels a matched module's class is replaced by a subclass of the same name, whose `forward`
+A matched module's class is replaced by a subclass of the same name, whose `forward`
 casts its inputs up and disables casts. Hooks could not disable them: an interrupt calls no hooks, and
 Dynamo traces a `with` statement, but not a region that one hook opens and another closes.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from amp.active import Caster
 from amp.casting.containers import cast_tensors
@@ -23,37 +23,7 @@ from amp.casting.subclassing import (
 )
 from amp.dtypes import LOW_PRECISION
 from amp.errors import warn
-from amp.own_tensors import own_tensors
 from amp.profiles.rules import Rule
-
-
-def ruled_modules(model: nn.Module, rules: Iterable[Rule]) -> dict[nn.Module, Rule]:
-    """Return the modules that rules match, and all their submodules, each with its last rule."""
-    ruled: dict[nn.Module, Rule] = {}
-    for rule in rules:
-        for name, module in model.named_modules():
-            if rule.matches(name, module):
-                ruled.update(dict.fromkeys(module.modules(), rule))
-    return ruled
-
-
-def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers of a model, shared ones by each of their names."""
-    for path, module in model.named_modules():
-        prefix = f"{path}." if path else ""
-        yield from ((prefix + name, tensor) for name, tensor in own_tensors(module))
-
-
-def ruled_tensors(model: nn.Module, rules: Iterable[Rule]) -> dict[Tensor, Rule]:
-    """Return the parameters and buffers that rules match, or whose modules they match, by last rule."""
-    ruled: dict[Tensor, Rule] = {}
-    named = list(tensors_in(model))
-    for rule in rules:
-        for name, module in model.named_modules() if rule.kind == "module" else ():
-            if rule.matches(name, module):
-                ruled.update(dict.fromkeys((*module.parameters(), *module.buffers()), rule))
-        ruled.update((tensor, rule) for name, tensor in named if rule.matches_tensor(name))
-    return ruled
 
 
 def run_in_float32(model: nn.Module, rules: Sequence[Rule], caster: Caster) -> Callable[[], None]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amp.casting.by_model import keeps_fp32
 from amp.casting.by_op import CastOps
-from amp.casting.module_rules import ruled_modules, ruled_tensors
+from amp.casting.matching_rules import ruled_modules, ruled_tensors
 from amp.casting.policy import OpRule, describe
 from amp.diagnosis.findings import short_path, without_number
 from amp.diagnosis.ledger import Call

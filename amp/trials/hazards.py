@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from amp.casting.by_model import dtypes_to_be
-from amp.casting.module_rules import ruled_modules, ruled_tensors
+from amp.casting.matching_rules import ruled_modules, ruled_tensors
 from amp.diagnosis.advice import keep_wide
 from amp.diagnosis.diagnose import computes_in_half, unchecked
 from amp.diagnosis.findings import Finding, grouped, one_a_rule
