@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -111,6 +112,10 @@ def _lock(file: IO[bytes], last: os.stat_result | None) -> None:
             os.fchmod(file.fileno(), stat.S_IMODE(last.st_mode))
 
 
+_SOON = 3600.0
+"""Seconds after which an empty file is no more one that is about to be locked."""
+
+
 def _remove_abandoned(folder: Path, beginning: str) -> None:
     """Remove the unfinished files of killed processes."""
     if sys.platform == "win32":
@@ -120,7 +125,8 @@ def _remove_abandoned(folder: Path, beginning: str) -> None:
         for path in [each for each in folder.iterdir() if names.fullmatch(each.name)]:
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file.fileno()).st_size:  # an empty file may be one that is locked soon
+                found = os.fstat(file.fileno())
+                if found.st_size or time.time() - found.st_mtime > _SOON:
                     path.unlink()
 
 

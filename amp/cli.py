@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import amp
 from amp.compat.run import runner
-from amp.errors import AmpError, did_you_mean
+from amp.errors import AmpError, did_you_mean, printable
 
 if TYPE_CHECKING:
     from amp.terminal.command import Command
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (AmpError, OSError) as error:
         for note in getattr(error, "__notes__", ()):  # as the traceback of a script
             print(note, file=sys.stderr)
-        print(f"reamp: {error}", file=sys.stderr)
+        print(printable(f"reamp: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -9,6 +9,7 @@ import contextlib
 import difflib
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -25,6 +26,9 @@ class AmpError(Exception):
     `AssertionError`, `AmpNotImplementedError` a `NotImplementedError`, and `ProfileNotFoundError` a
     `FileNotFoundError`. Catch `amp.AmpError` or the builtin type, such as `RuntimeError`.
     """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*[printable(x) if isinstance(x, str) else x for x in args])
 
 
 class AmpRuntimeError(AmpError, RuntimeError):
@@ -63,6 +67,14 @@ class AmpWarning(UserWarning):
     """A warning: training goes on, but something is probably not what the user wants."""
 
 
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """Escape characters that would steer a terminal: keys of a checkpoint may be anybody's."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 _AMP = f"{Path(__file__).parent}{os.sep}"
 
 
@@ -73,7 +85,7 @@ def warn(message: str) -> None:
     level = 2
     while frame is not None and frame.f_code.co_filename.startswith((_AMP, torch, contextlib.__file__)):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, AmpWarning, stacklevel=level if frame is not None else 2)
+    warnings.warn(printable(message), AmpWarning, stacklevel=level if frame is not None else 2)
 
 
 def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> str:

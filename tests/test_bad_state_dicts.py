@@ -528,3 +528,14 @@ def test_state_dicts_go_both_ways_between_torchs_optimizers_and_the_fused() -> N
         second.load_state_dict(saved)
         first.load_state_dict(copy.deepcopy(second.state_dict()))
         first.step()
+
+
+def test_a_hostile_key_cannot_steer_the_terminal() -> None:
+    model: Any = torch.nn.Linear(2, 2)
+    made = torch.optim.AdamW(model.parameters())
+    model, optimizer = amp.initialize(model, made, opt_level="O5", verbosity=0)
+    for key in ("\x1b[2Jgone", "a\rb", "\x9b31m", "\u202eabc"):
+        for load in (amp.load_state_dict, optimizer.load_state_dict):
+            with pytest.raises(amp.AmpError) as raised:
+                load({key: {"param_groups": []}, "loss_scaler0": {key: 1}})
+            assert str(raised.value).isprintable()

@@ -160,6 +160,16 @@ def test_files_with_names_like_its_own_are_kept(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == len(names) + 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs locks")
+def test_an_empty_file_of_a_killed_save_is_removed_an_hour_later(tmp_path: Path) -> None:
+    old, new = (tmp_path / f"x.pt.{digit * 16}.tmp" for digit in "01")
+    for path in (old, new):
+        path.touch()
+    os.utime(old, (0, time.time() - 4000))
+    amp.save(tmp_path / "x.pt", {"a": 1})
+    assert {each.name for each in tmp_path.iterdir()} == {"x.pt", new.name}
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
