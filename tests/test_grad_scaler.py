@@ -559,3 +559,31 @@ def test_gradient_penalty_and_accumulation_as_in_torchs_examples() -> None:
         ends.append([p.detach() for p in model.parameters()])
     for mine, torchs in zip(ends[:2], ends[2:], strict=True):
         assert all(map(torch.equal, mine, torchs))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O4"])
+@pytest.mark.parametrize("optimizer_class", [FusedAdam, torch.optim.AdamW])
+def test_torchs_grad_scaler_steps_a_fused_optimizer_of_a_session(
+    level: str, optimizer_class: Any
+) -> None:
+    """Where amp scales nothing, a script may keep its own GradScaler."""
+
+    def train(level: str | None) -> list[Tensor]:
+        torch.manual_seed(0)
+        model: Any = nn.Linear(4, 4)
+        more = {} if optimizer_class is FusedAdam else {"fused": True}
+        optimizer: Any = optimizer_class(model.parameters(), lr=0.1, eps=0.1, **more)
+        if level is not None:
+            model, optimizer = amp.initialize(
+                model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0
+            )
+        scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+        for i in range(6):
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).float().pow(2).sum() * (math.inf if i == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return [p.detach().clone() for p in model.parameters()]
+
+    torch.testing.assert_close(train(level), train(None), rtol=2e-2, atol=2e-2)

@@ -62,6 +62,8 @@ class OptimizerStep:
         self._gradients: Gradients = attached.gradients
         self._masters: MasterWeights = attached.masters
         self.is_running = False
+        self._has_given_inputs = False
+        """Whether the optimizer has inputs of this step, and not those of a torch.amp.GradScaler."""
         self._is_to_end = False
         """Whether the step was taken or skipped, and the work after it is still to be done."""
         self._unwritten: Pairs | None = None
@@ -130,13 +132,17 @@ class OptimizerStep:
                 before = misuse.step_begins()
             self.verdicts = gradients.verdicts_for_step()
 
+        takes_scaled = gradients.capabilities.takes_scaled
+        if "grad_scale" in vars(self._optimizer):  # a torch.amp.GradScaler has scaled them otherwise
+            takes_scaled = False
+
         def run() -> Any:
             result = None
             is_skipped, found_inf = decide(self.verdicts, gradients.capabilities)
             if is_skipped:
                 # A scheduler made before `initialize` would otherwise warn that it was stepped first.
                 self._optimizer._opt_called = self._is_to_end = True
-            elif gradients.capabilities.takes_scaled and not has_closure:
+            elif takes_scaled and not has_closure:
                 result = self._step_fused(step, found_inf)
             else:
                 result = self._step_unscaled(step, found_inf, has_closure)
@@ -172,6 +178,7 @@ class OptimizerStep:
         names_of, merges = self._attached().names_of, self._masters.are_whole
         inputs = StepInputs(look_up, names_of, found_inf, merges)
         try:
+            self._has_given_inputs = True
             self._optimizer.scaled_grads = inputs
             with disable_casts():
                 result = self._with_hooks(step, None, pairs.note_agreement)
@@ -189,6 +196,7 @@ class OptimizerStep:
         """Step with the gradients in `.grad`, and write masters to the model."""
         pairs, masters = self._gradients.groups.pairs, self._masters
         if found_inf is not None:
+            self._has_given_inputs = True
             self._optimizer.grad_scale = None
             self._optimizer.found_inf = found_inf.reshape(())
         with disable_casts():
@@ -260,8 +268,9 @@ class OptimizerStep:
         """Do what follows a step that was taken or skipped, or was interrupted. Idempotent."""
         if self._unwritten is not None:
             self._write()
-        if not _INPUTS.isdisjoint(vars(self._optimizer)):
+        if self._has_given_inputs:
             forget_inputs(self._optimizer)
+            self._has_given_inputs = False
         if self._is_to_end:
             self._gradients.end_step(self.verdicts)
             self._is_to_end = False
