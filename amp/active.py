@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from amp.torch_versions import keep_in_thread
+from amp.torch_versions import keep_in_thread, remove_from_thread
 
 _CALLED_LAST = "amp: whose model this thread called last"
 
@@ -135,12 +135,14 @@ def newest_caster() -> Any:
     return _Casts.now[0]
 
 
-activate: Callable[[Caster | NoCasts | None], None] = functools.partial(keep_in_thread, _CALLED_LAST)
+activate: Callable[[Caster | NoCasts], None] = functools.partial(keep_in_thread, _CALLED_LAST)
 """Lets the casts of a session apply in this thread, until it calls a model of another session.
 
-torch stores this for each thread, and the threads of autograd inherit it in a backward. None stands for
-the newest session.
+torch stores this for each thread, and the threads of autograd inherit it in a backward.
 """
+deactivate: Callable[[], None] = functools.partial(remove_from_thread, _CALLED_LAST)
+"""Lets the casts of the newest session apply in this thread. A thread that has called `activate` calls
+this when it ends."""
 
 
 def _called_last() -> Any:

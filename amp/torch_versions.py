@@ -3,7 +3,6 @@
 import ctypes
 import re
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -41,57 +40,36 @@ def accelerator_type() -> str | None:
 _internals: Any = torch._C  # whose private functions have no types
 
 
-_remove_from_thread: Callable[[str], None] = getattr(_internals, "_remove_obj_from_tls", lambda _: None)
-"""Removes what `_store_in_thread` has stored, from torch 2.13 on."""
-
-
 def _takes_no_reference() -> bool:
     kept = object()
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # a spare reference, which torch may drop
     before = sys.getrefcount(kept)
     _internals._stash_obj_in_tls("amp: a try", kept)
     takes_none = sys.getrefcount(kept) == before
-    _remove_from_thread("amp: a try")
+    remove_from_thread("amp: a try")
     return takes_none
 
 
-def _store_with_reference(key: str, value: object) -> None:
+def _keep_with_reference(key: str, value: object) -> None:
     """Store an object where torch drops a reference to it without having taken one, as torch 2.6."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     _internals._stash_obj_in_tls(key, value)
 
 
-_store_in_thread: Callable[[str, object], None] = (
-    _store_with_reference if _takes_no_reference() else _internals._stash_obj_in_tls
+def _keep_nothing(key: str) -> None:
+    _internals._stash_obj_in_tls(key, None)
+
+
+remove_from_thread: Callable[[str], None] = getattr(_internals, "_remove_obj_from_tls", _keep_nothing)
+"""Removes what is stored by a key, if anything is; before torch 2.13, stores None instead."""
+keep_in_thread: Callable[[str, object], None] = (
+    _keep_with_reference if _takes_no_reference() else _internals._stash_obj_in_tls
 )
+"""Stores an object by a key in torch's thread-local state, which the threads of autograd inherit.
 
-
-class _Stored(set[str]):
-    """The keys of what a thread has stored, which it removes when it ends.
-
-    torch would drop the objects after Python has let go of the thread, when the interpreter may be
-    ending, and with that the process is aborted. Before torch 2.13 nothing can remove them.
-    """
-
-    def __del__(self, remove: Callable[[str], None] = _remove_from_thread) -> None:
-        for key in self:
-            remove(key)
-
-
-class _Thread(threading.local):
-    """The keys that this thread has stored."""
-
-    def __init__(self) -> None:
-        self.stored = _Stored()
-
-
-_thread = _Thread()
-
-
-def keep_in_thread(key: str, value: object) -> None:
-    """Store an object by a key in torch's thread-local state, which the threads of autograd inherit."""
-    _thread.stored.add(key)
-    _store_in_thread(key, value)
+A thread removes it before it ends. torch would drop it after Python has let go of the thread, when the
+interpreter may be ending, and the process would be aborted.
+"""
 
 
 def root_mesh(mesh: Any) -> Any:

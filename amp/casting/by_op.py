@@ -79,7 +79,7 @@ class CastOps(Strategy):
         self._is_open = self.live = True
         _introduce_dynamo()
         active.look_at_casts()
-        active.activate(None)
+        active.deactivate()
         region_patches.turn_on()
         self._patches.install(region_patches.PATCHES)
         for rule in self.policy.rules:

@@ -161,6 +161,9 @@ def same_casts() -> Callable[[], AbstractContextManager[None]]:
 class _Token:
     """An object that lives as long as its thread."""
 
+    def __del__(self, deactivate: Callable[[], None] = active.deactivate) -> None:
+        deactivate()
+
 
 def _free(thread: weakref.ref[_Token]) -> None:
     """Release torch's cache of a thread that ended without releasing it, because of an interrupt."""
