@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from amp.casting.by_model import dtypes_to_be
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpValueError, first_few, warn
+from amp.kernels.tensor_lists import slices
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.shared_memory import is_shared, outside_views, same_memory
@@ -138,7 +139,11 @@ def check_range(values: Iterable[tuple[str, Tensor]]) -> None:
     """
     known = ((name, x) for name, x in values if x.is_floating_point() and not x.is_meta)
     local = ((name, getattr(x, "_local_tensor", x).detach()) for name, x in known)
-    beyond = [name for name, x in local if (x.half().isinf() & x.isfinite()).any()]
+    beyond = [
+        name
+        for name, whole in local
+        if any(bool((x.half().isinf() & x.isfinite()).any()) for (x,) in slices(whole))
+    ]
     if beyond:
         raise AmpValueError(
             f"{first_few(beyond)} would get values beyond 65504, which float16 does not have, and a "

@@ -604,7 +604,7 @@ def test_what_tells_whether_apex_is_there(apex: Any) -> None:
     assert getattr(apex.parallel, "nothing", None) is None
     for statement, message in (
         ("from amp_C import multi_tensor_novograd", "use amp.optimizers.FusedNovoGrad instead"),
-        ("from apex.parallel.distributed import flat_dist_call", "use torch.distributed instead"),
+        ("from apex.parallel.distributed import Flattened", "use torch.distributed instead"),
         ("from apex.normalization.fused_layer_norm import Other", "torch.nn.functional.layer_norm"),
     ):
         with pytest.raises(ImportError, match=message):

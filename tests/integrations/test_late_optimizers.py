@@ -1,5 +1,6 @@
 """What a framework's model has when its session ends, without a framework."""
 
+import warnings
 from contextlib import suppress
 from typing import Any
 
@@ -29,6 +30,7 @@ def trained(level: str) -> tuple[LateOptimizers, Any, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     model = WithBuffers()
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    warnings.filterwarnings("ignore", ".* writes to the buffers mean")  # is meant
     late = LateOptimizers(level, verbosity=0)
     late.cast(model)
     optimizer = torch.optim.SGD(model.layer.parameters(), 0.01, momentum=0.9)

@@ -493,7 +493,7 @@ def test_scripts_that_do_not_train(capsys: Any, tmp_path: Path, text: str, messa
     [
         (["nowhere.py"], "there is no file 'nowhere.py'"),
         ([], "give one script.py, or -m package.module"),
-        (["x.py", "--steps", "0"], "--steps 0 must be at least 1"),
+        (["x.py", "--steps", "0"], "--steps 0 must be from 1 to 10000"),
         (["x.py", "--level", "O99"], "opt_level='O99' is not one of"),
     ],
 )
