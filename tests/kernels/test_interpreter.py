@@ -23,6 +23,7 @@ FILES = {
         "kernels/test_merge.py": 25,
         "kernels/test_operations.py": 100,
         "kernels/test_quantize.py": 70,
+        "kernels/test_special_values.py": 6,
         "kernels/test_split.py": 5,
         "kernels/test_stepping.py": 30,
         "kernels/test_launch_plans.py": 18,
