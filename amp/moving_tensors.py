@@ -46,10 +46,10 @@ class _Key(NamedTuple):
 class MovingTensors(Observer):
     """Warns once, by name, of 16-bit tensors that are written in several steps, by no optimizer.
 
-    A write shows in a tensor's version, or in its address if it was replaced; one through `.data` shows
-    only in its values, whose sums are compared. What is written once is no statistic: a cache that the
-    first forward makes, a checkpoint that is loaded. Neither is a cache that grows. The host does not
-    wait for a CUDA device.
+    A write shows in the values, whose sums are compared: one through `.data` shows nowhere else, and a
+    tensor that is moved, or gets the values that it has, is not written to. What is written once is no
+    statistic: a cache that the first forward makes, a checkpoint that is loaded. Neither is a cache
+    that grows. The host does not wait for a CUDA device.
 
     Args:
         models: the models to watch.
@@ -59,11 +59,10 @@ class MovingTensors(Observer):
         self._models = [weakref.ref(model) for model in models]
         self._clock: Any = lambda: None
         self._steps = 0
-        self._seen: dict[_Key, tuple[Any, ...]] = {}
+        self._shapes: dict[_Key, torch.Size] = {}
         self._sums: dict[_Key, float] = {}
         self._sums_underway = HostCopies()
         self._writes: Counter[_Key] = Counter()
-        self._untraced: Counter[_Key] = Counter()
         self._named: set[_Key] = set()
         self._stepped: set[int] = set()
         """The parameters that optimizers of the session step, by id."""
@@ -85,17 +84,11 @@ class MovingTensors(Observer):
             attached.owner.observers.remove(self)
         found = dict(self._unstepped(attached.owner))
         for key, x in found.items():
-            # With its storage, so that the tensor that replaces it gets another address.
-            now = x.shape, (x.data_ptr(), x._version), x.untyped_storage()
-            before = self._seen.get(key, now)
-            self._writes[key] += now[1] != before[1]
-            if now[0] != before[0]:
+            if self._shapes.setdefault(key, x.shape) != x.shape:
                 self._writes[key] = -_STEPS  # a cache that grows
-            self._seen[key] = now
-        self._compare_sums({key: x for key, x in found.items() if not self._writes[key]})
-        counts = self._writes, self._untraced
+        self._compare_sums(found)
         new = {key: x for key, x in found.items() if key not in self._named}
-        if moved := {key: x for key, x in new.items() if any(count[key] > 1 for count in counts)}:
+        if moved := {key: x for key, x in new.items() if self._writes[key] > 1}:
             self._named |= moved.keys()
             self._warn(moved)
 
@@ -135,7 +128,7 @@ class MovingTensors(Observer):
                 self._sums_underway.send(torch.stack(sums), keys)
         for keys, values in self._sums_underway.arrived():
             for key, value in zip(keys, values, strict=True):
-                self._untraced[key] += self._sums.get(key, value) != value
+                self._writes[key] += self._sums.get(key, value) != value
                 self._sums[key] = value
 
     def _warn(self, moved: Mapping[_Key, Tensor]) -> None:

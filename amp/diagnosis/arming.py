@@ -17,7 +17,7 @@ from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import gathered, named_models, open_scale
 from amp.diagnosis.findings import Finding, Report
 from amp.diagnosis.guard import Unfollowed, guarded
-from amp.diagnosis.places import has_modes
+from amp.diagnosis.places import open_modes
 from amp.diagnosis.shadow import Shadow
 from amp.observers import Observer, watch_forwards
 from amp.training.scaler import LossScaler
@@ -71,7 +71,7 @@ class Armed(Observer):
     @guarded
     def forward_begins(self, session: Any, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Start to watch, at the beginning of a forward."""
-        if torch.is_grad_enabled() and not has_modes():
+        if torch.is_grad_enabled() and not open_modes():
             self._open.close()
             self._stepped.clear()
             scale = functools.partial(open_scale, session.attached)

@@ -175,6 +175,7 @@ class Report:
         ranks: how many processes the findings come from.
         about: what was watched, in one line, if the training of a script was.
         unfollowed: counts what could not be watched, because the watch itself raised an error.
+        why_nothing: why no op was watched, if none was.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -182,11 +183,12 @@ class Report:
     ranks: int = 1
     about: str = ""
     unfollowed: Unfollowed = field(default_factory=Unfollowed)
+    why_nothing: str = "no op of torch ran"
 
     @property
     def is_healthy(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
+        """Whether ops were watched, and nothing was found."""
+        return self.ops > 0 and not self.findings
 
     @property
     def cause(self) -> str | None:
@@ -195,7 +197,9 @@ class Report:
 
     def __str__(self) -> str:
         said = said_of(self.findings, self.ranks > 1)
-        lines = [said or f"healthy: nothing found in {self.ops} ops", str(self.unfollowed)]
+        healthy = f"healthy: nothing found in {self.ops} ops"
+        nothing = f"nothing was watched: {self.why_nothing}"
+        lines = [said or (healthy if self.ops else nothing), str(self.unfollowed)]
         return "\n".join(filter(None, lines))
 
     def to_json(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from amp.diagnosis.guard import guarded
@@ -220,11 +221,14 @@ def user_line(in_packages: bool = True) -> tuple[str, int]:
     return innermost or ("", 0)
 
 
-def has_modes() -> bool:
-    """Whether the script is in a mode of torch's: modes must be left in reverse order."""
+def open_modes() -> list[Any]:
+    """Return the modes of torch's that the script is in: they must be left in reverse order.
+
+    A default device is none of them: torch enters and leaves it below all others.
+    """
     functions: Any = _get_current_function_mode_stack
     dispatches: Any = _get_current_dispatch_mode_stack
-    return bool(functions() or dispatches())
+    return [mode for mode in (*functions(), *dispatches()) if not isinstance(mode, DeviceContext)]
 
 
 def innermost_mode() -> Any:

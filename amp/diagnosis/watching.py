@@ -28,7 +28,7 @@ from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.looks import COMPENSATION, Looks
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import own_part
-from amp.diagnosis.places import has_modes, innermost_mode
+from amp.diagnosis.places import innermost_mode, open_modes
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
 from amp.errors import AmpValueError, brief
@@ -70,6 +70,8 @@ class TrainingWatch(Training, Observer):
         self._due = sorted(at)
         self._first: int | None = None  # the id of the optimizer whose steps are counted
         self._shadow: Shadow | None = None
+        self._modes_before: list[Any] = []  # which were open before, and will be after
+        self._hindered_by = ""  # the class of a mode that was open where a window was due
         self._mode: Any = None  # that of the shadow
         self._is_empty = True  # whether no forward of the window has begun
         self._stepped = Counter[int]()  # in this window, by the id of the optimizer
@@ -86,6 +88,7 @@ class TrainingWatch(Training, Observer):
 
     def __enter__(self) -> Self:
         super().__enter__()
+        self._modes_before = open_modes()
         self._open.enter_context(observing(self))
         return self
 
@@ -161,7 +164,10 @@ class TrainingWatch(Training, Observer):
 
     def _begin(self, called: nn.Module | None = None, args: Any = ()) -> None:
         is_due = self._due and self.steps + 1 >= self._due[0]
-        if self._shadow is not None or not is_due or has_modes():
+        if self._shadow is not None or not is_due:
+            return
+        if modes := [mode for mode in open_modes() if mode not in self._modes_before]:
+            self._hindered_by = type(modes[-1]).__name__
             return
         sessions = {one.owner for one in self._looks.attached}
         own = [model for session in sessions for model in session.live_models()]
@@ -223,8 +229,19 @@ class TrainingWatch(Training, Observer):
         elif seen[0].cause == "weights":  # an earlier step has ruined them
             first = [*(x for x in others if x.cause == "order"), *losses]
             last = [x for x in others if x not in first]
+        self.report.why_nothing = self._why_nothing()
         found = [*first, *buffers, *seen, *still, *last]
         self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)
+
+    def _why_nothing(self) -> str:
+        """Return why no op was seen, if none was."""
+        if self._hindered_by:
+            return (
+                f"the mode {self._hindered_by} was open, which has to be left before a watch can begin"
+            )
+        if not self.optimizers:
+            return "no optimizer was made or has stepped here; processes need a watch of their own"
+        return "no model was called before the watch ended, or torch.func transformed each call"
 
     @guarded
     def backward_begins(self, losses: list[Tensor]) -> None:

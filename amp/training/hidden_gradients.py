@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves
 
 from amp import active
@@ -72,12 +73,12 @@ def _show(hidden: Iterable[Any]) -> None:
         gradients.show()
 
 
+@_disable_dynamo
 def _zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: bool = True) -> None:
-    """Clear the gradients of a module, those too that are hidden."""
+    """Clear the gradients of a module, those too that are hidden. Compiled code calls it as it is."""
     original(module, set_to_none)
-    if not torch.compiler.is_compiling():
-        for gradients in _of(active.open_sessions()):
-            gradients.clear_hidden(module, set_to_none)
+    for gradients in _of(active.open_sessions()):
+        gradients.clear_hidden(module, set_to_none)
 
 
 PATCHES = (

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from amp.active import open_sessions
 from amp.casting.sharded import is_of_fsdp1
 from amp.errors import AmpAssertionError, AmpRuntimeError, warn
+from amp.masters.grads import have_grads
 from amp.patching import Patch, around
 from amp.profiles.levels import levels_with
 from amp.training.gradients import State
@@ -51,8 +52,14 @@ class Misuse:
         """How many more steps may change no master."""
         self._has_named_grad_scaler = has_stepped
         self._scales_read: set[float] = set()
+        self._blocks = 0
         self._unscaled: tuple[Tensor, Tensor] | None = None
         """A parameter or master, and its gradient as a block has left it, if a scale was read."""
+
+    @property
+    def has_read_a_scale(self) -> bool:
+        """Whether the script knows the loss scale, so that it may use it by itself."""
+        return bool(self._scales_read)
 
     @property
     def is_over(self) -> bool:
@@ -103,10 +110,12 @@ class Misuse:
             self._scales_read.add(scale)
             if self.was_in_block and self._unscaled is None:
                 self.block_is_left()
+                self._blocks -= 1
 
     def block_is_left(self) -> None:
         """Copy a gradient that a block has unscaled, if the script has read a scale. No host sync."""
         gradients = self.attached.gradients
+        self._blocks += 1
         if not self._scales_read or gradients.state in (State.OPEN, State.DELAYED):
             return
         stepped = gradients.groups.stepped
@@ -121,7 +130,8 @@ class Misuse:
         self._unscaled, grad = None, parameter.grad
         if grad is None or grad.shape != before.shape or torch.equal(grad, before):
             return
-        if any(torch.allclose(grad * scale, before, atol=0.0) for scale in self._scales_read):
+        scales = self._scales_read - {float(self._blocks)}  # the mean of so many is no mistake
+        if any(torch.allclose(grad * scale, before, atol=0.0) for scale in scales):
             warn(
                 "gradients were divided by the loss scale after an amp.scale_loss block, which has "
                 "unscaled them already, so the weights hardly move. Leave the division out"
@@ -158,8 +168,9 @@ class Misuse:
             AmpAssertionError: masters have no gradients yet, so that it would leave them scaled.
         """
         name = type(self.attached.optimizer).__name__
-        pairs = self.attached.gradients.groups.pairs.pairs
-        if self.was_in_block and not self._has_named_grad_scaler:
+        groups = self.attached.gradients.groups
+        scales = any(not scaler.config.is_identity for scaler in self.attached.owner.scalers)
+        if self.was_in_block and scales and not self._has_named_grad_scaler:
             self._has_named_grad_scaler = True
             warn(
                 f"GradScaler.step calls {name}.step, and "
@@ -167,7 +178,11 @@ class Misuse:
                 "GradScaler divides them by its own scale, so the weights hardly move. Leave the "
                 "GradScaler out: call optimizer.step()"
             )
-        elif any(pair.master.grad is None and pair.parameter.grad is not None for pair in pairs):
+        elif (
+            groups.masters
+            and not self.was_in_block
+            and (groups.have_grads() or have_grads(groups.models))
+        ):
             raise AmpAssertionError(
                 f"GradScaler.step was called for {name}, whose FP32 masters have no gradients. They "
                 "get some by `with amp.scale_loss(loss, optimizer) as scaled_loss: "
@@ -329,14 +344,15 @@ class BlockWatch:
                 "scaled_loss.backward() in `with amp.scale_loss(loss, optimizer) as scaled_loss:`, not "
                 "loss.backward()"
             )
-        if of_both := self._reached & self._reached_by_others:
+        of_both = self._reached & self._reached_by_others
+        if of_both and not any(misuse.has_read_a_scale for misuse in self._unstepped):
             stepped = (p for each in self._attached for p in each.gradients.groups.of_model)
             called = self._attached[0].check.called(next(p for p in stepped if p in of_both))
             warn(
                 f"the gradient of {called} comes from the scaled loss and from another one, whose "
-                "backward() was called in the same amp.scale_loss block: that one is divided by the "
-                "loss scale, so it trains nothing. Add the losses: amp.scale_loss(loss1 + loss2, "
-                "optimizer). Or give each loss a block of its own"
+                "backward() was called in the same amp.scale_loss block. If that one is not scaled "
+                "too, it is divided by the loss scale, and trains nothing. Add the losses: "
+                "amp.scale_loss(loss1 + loss2, optimizer). Or give each loss a block of its own"
             )
         of_block = {p for each in self._attached for p in each.gradients.groups.of_model}
         for each, before in self._others:

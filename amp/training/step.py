@@ -135,6 +135,7 @@ class OptimizerStep:
         takes_scaled = gradients.capabilities.takes_scaled
         if "grad_scale" in vars(self._optimizer):  # a torch.amp.GradScaler has scaled them otherwise
             takes_scaled = False
+            gradients.deferral.unscale(gradients.groups.pairs)
 
         def run() -> Any:
             result = None
@@ -195,10 +196,12 @@ class OptimizerStep:
     ) -> Any:
         """Step with the gradients in `.grad`, and write masters to the model."""
         pairs, masters = self._gradients.groups.pairs, self._masters
-        if found_inf is not None:
+        optimizer, found_inf = self._optimizer, None if found_inf is None else found_inf.reshape(())
+        if found_inf is not None and "grad_scale" in vars(optimizer):  # torch removes both itself
+            optimizer.found_inf = torch.maximum(optimizer.found_inf, found_inf)
+        elif found_inf is not None:
             self._has_given_inputs = True
-            self._optimizer.grad_scale = None
-            self._optimizer.found_inf = found_inf.reshape(())
+            optimizer.grad_scale, optimizer.found_inf = None, found_inf
         with disable_casts():
             if not pairs.pairs:
                 result = step()

@@ -52,11 +52,12 @@ class Checkup:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether there are no findings. Remarks do not count."""
-        return not self.findings
+        """Whether a forward was seen, and there are no findings. Remarks do not count."""
+        return self.ops > 0 and not self.findings
 
     def __str__(self) -> str:
-        lines = [said_of(self.findings[:_SHOWN]) or f"healthy: nothing found at {self.level}"]
+        nothing = "healthy: nothing found" if self.ops else "nothing was watched: no forward was seen"
+        lines = [said_of(self.findings[:_SHOWN]) or f"{nothing} at {self.level}"]
         if len(self.findings) > _SHOWN:
             lines.append(f"and {len(self.findings) - _SHOWN} more findings")
         lines += [f"remark: {remark}" for remark in self.remarks[:_SHOWN]]

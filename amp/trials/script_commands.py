@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from amp.casting.policy import explain
-from amp.errors import AmpValueError
+from amp.errors import AmpRuntimeError, AmpValueError
 from amp.profiles.levels import load_profile
 from amp.terminal.command import Answer, argument, command
 from amp.terminal.output_files import check_output
@@ -108,8 +108,10 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
         and Script(what).watched_by("doctor", options, "O0")[1]
     ):
         found.findings = [x for x in found.findings if x.cause != "fails"]  # at any level
-    if error and found.is_healthy:
+    if error and not found.findings:
         raise script.failure(error)
+    if not (found.findings or found.is_healthy):
+        raise AmpRuntimeError(str(found).partition("\n")[0])
     if script.traceback:
         print(script.traceback, file=sys.stderr)
     rank = os.environ.get("RANK")

@@ -19,7 +19,7 @@ from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.looks import Looks
 from amp.diagnosis.lost import Lost
 from amp.diagnosis.memories import Memories
-from amp.diagnosis.places import Places, has_modes
+from amp.diagnosis.places import Places, open_modes
 from amp.diagnosis.seen_gradients import SeenGradients
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.watching import TrainingWatch
@@ -80,7 +80,7 @@ def test_an_error_of_the_watch_is_counted_and_the_training_goes_on(
         with amp.watch(at=[1, 3]) as watch:
             weights = trained()
         assert all(map(torch.equal, weights, alone))
-        assert not has_modes()
+        assert not open_modes()
         if calls:
             assert watch.unfollowed.count
             assert "could not be followed (LookupError: planned)" in str(watch.report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import pickle
@@ -12,10 +13,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import amp
 from amp.diagnosis import advice
-from amp.diagnosis.places import Place, has_modes
+from amp.diagnosis.places import Place, open_modes
 from tests.diagnosis import users_scripts
 from tests.diagnosis.users_scripts import FAULTS, MODELS, X, Y, healthy, net, steps
 
@@ -506,4 +508,51 @@ def test_a_diagnosis_inside_of_a_watch() -> None:
             assert report.is_healthy
             assert report.ops > 0
     assert watch.report.is_healthy
-    assert not has_modes()
+    assert not open_modes()
+
+
+class AMode(TorchFunctionMode):
+    """A mode of a script's own."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+def step_once() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).pow(2).mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["default device", "with a device", "a mode of before"])
+def test_a_device_or_an_older_mode_does_not_keep_it_from_watching(where: str) -> None:
+    with contextlib.ExitStack() as stack:
+        if where == "a mode of before":
+            stack.enter_context(AMode())
+        watch = stack.enter_context(amp.watch())
+        if where == "with a device":
+            stack.enter_context(torch.device("cpu"))
+        if where == "default device":
+            torch.set_default_device("cpu")
+            stack.callback(torch.set_default_device, None)
+        step_once()
+    assert watch.report.ops > 0
+    assert watch.report.is_healthy, str(watch.report)
+
+
+def test_nothing_is_not_healthy() -> None:
+    with amp.watch() as watch:
+        pass
+    assert not watch.report.is_healthy
+    assert "nothing was watched: no optimizer was made" in str(watch.report)
+    with amp.watch() as watch, AMode():
+        step_once()
+    assert not watch.report.is_healthy
+    assert "nothing was watched: the mode AMode was open" in str(watch.report)
+    with amp.diagnose(nn.Linear(1, 1)) as report:
+        pass
+    assert not report.is_healthy
+    assert str(report) == "nothing was watched: no op of torch ran"
