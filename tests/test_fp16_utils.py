@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError
+from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError
 from amp.fp16_utils import (
     SAFE_GLOBALS,
     BN_convert_float,
@@ -344,6 +344,166 @@ def test_an_old_checkpoint_with_a_pickled_scaler_loads(apex_modules: Any) -> Non
     optimizer.load_state_dict(saved)
     assert optimizer.loss_scale == 4096.0
     assert optimizer.state_dict()["loss_scaler"]["unskipped"] == 17
+
+
+def state_of_2018(
+    optimizer: FP16_Optimizer, flat: bool, dynamic: bool = True, **entries: Any
+) -> dict[str, Any]:
+    """Return the state of an optimizer as the `FP16_Optimizer` of `apex.optimizers` would save it."""
+    inner = copy.deepcopy(optimizer.optimizer.state_dict())
+    groups = [[p.detach().clone() for p in group["params"]] for group in optimizer.param_groups]
+    state = {"dynamic_loss_scale": dynamic, "cur_scale": 4096.0, "cur_iter": 8}
+    if dynamic:
+        state |= {"last_overflow_iter": 3, "scale_factor": 4.0, "scale_window": 8}
+    if not flat:
+        return {**state, "optimizer_state_dict": inner, "fp32_groups": groups, **entries}
+    moments: dict[int, Any] = {}
+    for i, group in enumerate(inner["param_groups"]):
+        each = [inner["state"][key] for key in group["params"]]
+        moments[70 + i] = {  # apex kept the step as a number, and moments of the flat parameter
+            name: torch.cat([entry[name].reshape(-1) for entry in each])
+            if each[0][name].dim()
+            else int(each[0][name])
+            for name in each[0]
+        }
+        group["params"] = [70 + i]
+    masters = [nn.Parameter(torch.cat([p.reshape(-1) for p in group])) for group in groups]
+    inner = {"state": moments, "param_groups": inner["param_groups"]}
+    return {**state, "optimizer_state_dict": inner, "fp32_groups_flat": masters, **entries}
+
+
+def two_groups(model: nn.Module, make: Callable[..., Any]) -> FP16_Optimizer:
+    """Return an optimizer with decay for matrices alone, as BERT's scripts made it."""
+    params = list(model.parameters())
+    decay, others = [p for p in params if p.dim() > 1], [p for p in params if p.dim() == 1]
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return FP16_Optimizer(make(groups), dynamic_loss_scale=True)
+
+
+def all_half() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).half()
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda groups: FusedAdam(groups, lr=0.01),
+        lambda groups: torch.optim.AdamW(groups, lr=0.01),
+        lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9),
+    ],
+)
+def test_checkpoints_of_apex_optimizers(make: Callable[..., Any], flat: bool) -> None:
+    def run(model: nn.Module, optimizer: FP16_Optimizer, steps: range) -> list[Tensor]:
+        for i in steps:
+            optimizer.zero_grad()
+            optimizer.backward((model(batch(i).half()).float() - i).square().mean() / 2**7)
+            optimizer.step()
+        return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
+
+    model = all_half()
+    optimizer = two_groups(model, make)
+    run(model, optimizer, range(4))
+    file = io.BytesIO()
+    torch.save(state_of_2018(optimizer, flat), file)
+    file.seek(0)
+    optimizer.loss_scale = 4096.0
+    expected = run(model, optimizer, range(4, 8))
+
+    resumed_model = all_half()
+    resumed = two_groups(resumed_model, make)
+    saved = torch.load(file, weights_only=True)
+    resumed.load_state_dict(saved)
+    assert resumed.loss_scale == 4096.0
+    assert resumed.state_dict()["loss_scaler"]["unskipped"] == 4  # good steps since the overflow
+    for half, master in zip(resumed.all_fp16_params, resumed.all_fp32_from_fp16_params, strict=True):
+        assert torch.equal(half, master.half())
+    assert_equal(run(resumed_model, resumed, range(4, 8)), expected)
+    assert resumed.loss_scale == 4.0 * 4096.0  # by the factor and the window of the checkpoint
+    again = two_groups(all_half(), make)
+    again.load_state_dict(resumed.state_dict())
+
+
+def test_checkpoints_of_apex_optimizers_with_other_scales() -> None:
+    model = all_half()
+    optimizer = FP16_Optimizer(sgd(model), static_loss_scale=128.0)
+    optimizer.backward(model(batch().half()).float().square().mean())
+    optimizer.step()
+    static = state_of_2018(optimizer, flat=True, dynamic=False, cur_scale=64.0)
+    optimizer.load_state_dict(static)
+    assert optimizer.loss_scale == 64.0
+    optimizer.load_state_dict(state_of_2018(optimizer, flat=True))  # a dynamic one
+    assert optimizer.loss_scale == 64.0
+    # The class of contrib has FP32 masters of FP32 parameters too.
+    model = half_net()
+    optimizer = FP16_Optimizer(sgd(model))
+    optimizer.backward(loss_of(model))
+    optimizer.step()
+    state = state_of_2018(optimizer, flat=False)
+    state["fp32_groups"] = [[p + 1 for p in group] for group in state["fp32_groups"]]
+    optimizer.load_state_dict(state)
+    assert_equal(optimizer.param_groups[0]["params"], state["fp32_groups"][0])
+    assert model[1][1].weight.dtype is torch.float32  # type: ignore[index]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_damaged_checkpoints_of_apex_optimizers(flat: bool) -> None:
+    model = all_half()
+    optimizer = two_groups(model, lambda groups: FusedAdam(groups, lr=0.01))
+    optimizer.backward(model(batch().half()).float().square().mean())
+    optimizer.step()
+    good = state_of_2018(optimizer, flat)
+    masters = "fp32_groups_flat" if flat else "fp32_groups"
+    inner = good["optimizer_state_dict"]
+    damaged: list[dict[str, Any]] = [
+        {"cur_scale": math.nan},
+        {"cur_scale": 0.0},
+        {"scale_window": 0},
+        {"scale_factor": 0.5},
+        {"cur_iter": -1},
+        {"last_overflow_iter": 9},
+        {"dynamic_loss_scale": "yes"},
+        {masters: None},
+        {masters: good[masters][:1]},
+        {masters: good[masters][::-1]},
+        {masters: [good[masters][0], None]},
+        {"optimizer_state_dict": None},
+        {"optimizer_state_dict": {**inner, "param_groups": inner["param_groups"][:1]}},
+        {"optimizer_state_dict": {**inner, "state": {**inner["state"], 99: {}}}},
+        {"optimizer_state_dict": {**inner, "state": dict.fromkeys(inner["state"], 1)}},
+    ]
+    if flat:
+        whole = good[masters]
+        damaged += [
+            {masters: [whole[0] * math.nan, whole[1]]},
+            {masters: [whole[0][:-1], whole[1]]},
+            {
+                "optimizer_state_dict": {
+                    "state": {k: {**v, "exp_avg": v["exp_avg"][1:]} for k, v in inner["state"].items()},
+                    "param_groups": inner["param_groups"],
+                }
+            },
+            {
+                "optimizer_state_dict": {
+                    **inner,
+                    "param_groups": [{**g, "params": [[1]]} for g in inner["param_groups"]],
+                }
+            },
+        ]
+    before = copy.deepcopy(optimizer.state_dict())
+    config = optimizer.loss_scaler.config
+    for entries in damaged:
+        with pytest.raises(AmpError, match="state_dict|fp32_groups|cur_|scale_|last_|99"):
+            optimizer.load_state_dict({**good, **entries})
+        for name in ("cur_scale", "dynamic_loss_scale", "scale_window", "optimizer_state_dict"):
+            if entries.keys() == {name}:
+                with pytest.raises(AmpError):
+                    optimizer.load_state_dict({k: v for k, v in good.items() if k != name})
+    after = optimizer.state_dict()
+    assert str(after) == str(before)
+    assert optimizer.loss_scaler.config is config
+    optimizer.load_state_dict(good)
 
 
 def test_names_of_2018() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from amp.errors import AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, backoff_of
+from amp.fp16_utils.state_of_2018 import masters_of_2018, read_2018
 from amp.kernels.interrupts import without_grad
 from amp.profiles.keys import SMALLEST_SCALE, parse_number
 from amp.session import Session
@@ -282,14 +283,20 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state of this class or apex's. Masters are restored exactly, and rounded to the model.
 
-        The host waits once for each device, to check the values.
+        The host waits once for each device, to check the values. From a state of `apex.optimizers` or
+        `apex.contrib.optimizers` come the window and the factor of a dynamic scale too, as in apex.
 
         Raises:
             AmpError: an entry is not valid, or belongs to another optimizer. Nothing is changed.
         """
         state_dict = as_dict(state_dict, "what FP16_Optimizer.state_dict() returns")
         checks, own = StateChecks(), self.loss_scaler
-        saved = _saved_masters(checks, state_dict, self.fp32_from_fp16_groups)
+        groups, config = self.fp32_from_fp16_groups, own.config
+        name = masters_of_2018(state_dict)
+        if name is not None:
+            groups = [group["params"] for group in self.param_groups]
+            state_dict, config = read_2018(checks, state_dict, groups, config)
+        saved = _saved_masters(checks, state_dict, name or "fp32_from_fp16", groups)
         is_dynamic = checks.flag(state_dict, "dynamic_loss_scale", "state_dict")
         saved_scaler = checks.entry(state_dict, "loss_scaler", "state_dict", "a loss scaler's state")
         state, path = _as_state(saved_scaler), "state_dict['loss_scaler']"
@@ -300,11 +307,12 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         inner = checks.mapping(state_dict, "optimizer_state_dict", "state_dict", expected)
         checks.finish()
         self.optimizer.load_state_dict(inner)
+        own.config = config
         if own.config.dynamic:
             own.restore(of_scaler)
         elif not is_dynamic:
             own.set_scale(of_scaler.loss_scale)
-        for master, values in zip(self.all_fp32_from_fp16_params, saved, strict=True):
+        for master, values in zip(itertools.chain.from_iterable(groups), saved, strict=True):
             without_grad(master.copy_)(values)
         self._attached.gradients.reconcile()
 
@@ -312,11 +320,13 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         raise AmpRuntimeError("an FP16_Optimizer is saved by state_dict(), not by pickling")
 
 
-def _saved_masters(checks: StateChecks, state_dict: Any, masters: list[list[Tensor]]) -> list[Tensor]:
-    """Return copies of the saved masters of all groups."""
+def _saved_masters(
+    checks: StateChecks, state_dict: Any, name: str, masters: list[list[Tensor]]
+) -> list[Tensor]:
+    """Return copies of the saved masters of all groups, which are the entry `name`."""
     expected = f"a list of {len(masters)} lists of tensors, as this optimizer has groups"
-    groups = checks.items(state_dict, "fp32_from_fp16", "state_dict", expected, len(masters))
-    path, saved = "state_dict['fp32_from_fp16']", list[Tensor]()
+    groups = checks.items(state_dict, name, "state_dict", expected, len(masters))
+    path, saved = f"state_dict['{name}']", list[Tensor]()
     for i, own in enumerate(masters):
         expected = f"a list of {len(own)} tensors: the masters of this optimizer's group {i}"
         group = dict(enumerate(checks.items(dict(enumerate(groups)), i, path, expected, len(own))))
