@@ -26,6 +26,7 @@ _TABLE = (
     ("compat.amp_c", "apex.multi_tensor_apply", "multi_tensor_apply"),
     ("compat.apex_c", "apex_C", ""),
     ("compat.apex_amp", "apex.amp", "amp frontend"),
+    ("compat.applier", "apex.amp._initialize", ""),
     ("compat.handle", "apex.amp.handle", ""),
     ("compat.handle", "apex.amp.opt", ""),
     ("compat.lists", "apex.amp.lists", ""),
@@ -49,16 +50,30 @@ for _ours, _module, _parts in _TABLE:
     for _name in (_module, *(f"{_module}.{part}" for part in _parts.split())):
         MODULES[_name] = f"amp.{_ours}"
 
+_LAMB = "amp_C.multi_tensor_lamb, which does both stages, or amp.optimizers.FusedLAMB"
+_SHARDED = "with a model that torch.distributed.fsdp.fully_shard has sharded"
+_ADAM = f"amp.optimizers.FusedAdam {_SHARDED}, or in torch's ZeroRedundancyOptimizer at O0, O1, O3, O4,"
+_SHARDED_LAMB = f"amp.optimizers.FusedLAMB {_SHARDED},"
 REPLACEMENTS = {
     "amp_C.multi_tensor_adagrad": "amp.optimizers.FusedAdagrad",
+    "amp_C.multi_tensor_lamb_stage1_cuda": _LAMB,
+    "amp_C.multi_tensor_lamb_stage2_cuda": _LAMB,
     "amp_C.multi_tensor_novograd": "amp.optimizers.FusedNovoGrad",
     "apex.RNN": "torch.nn.RNN, LSTM and GRU",
+    "apex.amp.rnn_compat": "torch.nn.RNN, LSTM and GRU, whose inputs are cast as they are",
     "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
     "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
     "apex.contrib.group_norm": "torch.nn.GroupNorm",
     "apex.contrib.groupbn": "torch.nn.BatchNorm2d",
     "apex.contrib.layer_norm": "torch.nn.LayerNorm",
     "apex.contrib.multihead_attn": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.optimizers.DistributedFusedAdam": _ADAM,
+    "apex.contrib.optimizers.DistributedFusedLAMB": _SHARDED_LAMB,
+    "apex.contrib.optimizers.distributed_fused_adam": _ADAM,
+    "apex.contrib.optimizers.distributed_fused_lamb": _SHARDED_LAMB,
+    "apex.contrib.sparsity": (
+        "torch.ao.pruning.WeightNormSparsifier(sparse_block_shape=(1, 4), zeros_per_block=2)"
+    ),
     "apex.contrib.xentropy": "torch.nn.functional.cross_entropy",
     "apex.fused_dense": "torch.nn.Linear",
     "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and an activation",
@@ -105,7 +120,9 @@ class _Finder(metadata.DistributionFinder, Loader):
         source = MODULES[module.__name__]
         if source is not None:
             ours = importlib.import_module(source)
-            names = {k: v for k, v in vars(ours).items() if not k.startswith("__")}
+            # Not what ours has imported: apex.amp.frontend is a part of apex.amp.
+            names = {k: v for k, v in vars(ours).items() if not isinstance(v, ModuleType)}
+            names = {k: v for k, v in names.items() if not k.startswith("__")}
             vars(module).update(names, __doc__=ours.__doc__, __all__=_public(ours))
 
         def no_such_part(name: str) -> Any:

@@ -16,6 +16,7 @@ from amp.casting.registry import (
 )
 from amp.compat import lists
 from amp.compat.handle import AmpHandle, init
+from amp.compat.state import ApexProperties as Properties  # noqa: F401 (a name of apex.amp.frontend)
 from amp.compat.state import Stash, _amp_state
 from amp.frontend import load_state_dict, master_params, scale_loss
 from amp.training.attached_optimizer import AttachedOptimizer

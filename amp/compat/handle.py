@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -70,6 +70,7 @@ class _Handle:
 
     def __init__(self, session: Session, enable_caching: bool = True, verbose: bool = False) -> None:
         self._session = session
+        self._casts_off = ExitStack()
         self.has_cache = enable_caching
         self.verbose = verbose
 
@@ -77,6 +78,17 @@ class _Handle:
         """Whether functions cast at this point, in this thread."""
         caster = self._session.casts
         return isinstance(caster, CastOps) and caster.casts_ops
+
+    @property
+    def _is_active(self) -> bool:
+        """The same; scripts set it to False for a while, as `disable_casts` does."""
+        return self.is_active()
+
+    @_is_active.setter
+    def _is_active(self, value: bool) -> None:
+        self._casts_off.close()
+        if not value:
+            self._casts_off.enter_context(disable_casts())
 
     def wrap_optimizer(self, optimizer: Any, num_loss: int = 1) -> OptimWrapper:
         """Return the optimizer with its own `scale_loss`, and a scale for each of `num_loss` losses."""

@@ -1,6 +1,6 @@
 """The names of `apex.normalization`, for torch's norms, which are fused too."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -8,13 +8,15 @@ from torch.nn import functional as F
 
 from amp.errors import AmpRuntimeError
 
+Shape = int | Sequence[int]
+
 
 class _Arguments:
     """A mixin with apex's arguments of a norm. `memory_efficient` has no effect."""
 
     def __init__(
         self,
-        normalized_shape: int | Sequence[int],
+        normalized_shape: Shape,
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
@@ -64,25 +66,108 @@ class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
         return wide.to(self.weight.dtype)
 
 
-def fused_layer_norm(input: Tensor, normalized_shape: Sequence[int], eps: float = 1e-6) -> Tensor:
+def fused_layer_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """Return the layer norm of an input."""
-    return F.layer_norm(input, list(normalized_shape), None, None, eps)
+    return F.layer_norm(input, _sizes(normalized_shape), None, None, eps)
 
 
 def fused_layer_norm_affine(
-    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: Sequence[int], eps: float = 1e-6
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Return the layer norm of an input, times a weight and with a bias."""
-    return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
+    return F.layer_norm(input, _sizes(normalized_shape), weight, bias, eps)
 
 
-def fused_rms_norm(input: Tensor, normalized_shape: Sequence[int], eps: float = 1e-6) -> Tensor:
+def fused_rms_norm(
+    input: Tensor, normalized_shape: Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
     """Return the RMS norm of an input."""
-    return F.rms_norm(input, list(normalized_shape), None, eps)
+    return F.rms_norm(input, _sizes(normalized_shape), None, eps)
 
 
 def fused_rms_norm_affine(
-    input: Tensor, weight: Tensor, normalized_shape: Sequence[int], eps: float = 1e-6
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
 ) -> Tensor:
     """Return the RMS norm of an input, times a weight."""
-    return F.rms_norm(input, list(normalized_shape), weight, eps)
+    return F.rms_norm(input, _sizes(normalized_shape), weight, eps)
+
+
+def _sizes(normalized_shape: Shape) -> list[int]:
+    return [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+
+
+class _Function:
+    """What apex has as a `torch.autograd.Function`, with `apply` and the arguments of `forward`."""
+
+    forward: Callable[..., Tensor]
+
+    @classmethod
+    def apply(cls, *args: Any) -> Tensor:
+        """Return `forward` of the arguments."""
+        return cls.forward(None, *args)
+
+
+class FusedLayerNormFunction(_Function):
+    """`fused_layer_norm`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        """Return the layer norm of an input."""
+        return fused_layer_norm(input, normalized_shape, eps)
+
+
+class FusedLayerNormAffineFunction(_Function):
+    """`fused_layer_norm_affine`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Return the layer norm of an input, times a weight and with a bias."""
+        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps)
+
+
+class FusedRMSNormFunction(_Function):
+    """`fused_rms_norm`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, normalized_shape: Shape, eps: float, memory_efficient: bool = False
+    ) -> Tensor:
+        """Return the RMS norm of an input."""
+        return fused_rms_norm(input, normalized_shape, eps)
+
+
+class FusedRMSNormAffineFunction(_Function):
+    """`fused_rms_norm_affine`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        normalized_shape: Shape,
+        eps: float,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        """Return the RMS norm of an input, times a weight."""
+        return fused_rms_norm_affine(input, weight, normalized_shape, eps)

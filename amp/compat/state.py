@@ -2,7 +2,8 @@
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -10,13 +11,15 @@ from torch import Tensor
 
 from amp import frontend
 from amp.errors import AmpRuntimeError
+from amp.fp16_utils.loss_scaler import is_not_finite
 from amp.fp16_utils.optimizer import MasterGroups
 from amp.lazy import kernels
 from amp.profiles.loss_scaling import LossScaling
+from amp.profiles.properties import Properties
 from amp.training import scaler
 from amp.training.attached_optimizer import AttachedOptimizer
 
-__all__ = ["LossScaler", "_amp_state"]
+__all__ = ["LossScaler", "_amp_state", "scale_check_overflow_python"]
 
 _ARGUMENTS = {
     "_scale_factor": "scale_factor",
@@ -198,6 +201,42 @@ class LossScaler:
         self._ours.load_state_dict(saved)
 
 
+def scale_check_overflow_python(
+    model_grad: Tensor, master_grad: Any, scale: Any, check_overflow: bool | None = None
+) -> bool:
+    """Write `model_grad * scale` to `master_grad`, or return True if there is an inf or NaN.
+
+    The host waits if it checks. apex has had these arguments in two orders, and both are understood:
+    `(model_grad, master_grad, scale)`, which checks only if `check_overflow` is True, and the older
+    `(model_grad, scale, master_grad)`, which checks unless it is False.
+    """
+    is_older = not (isinstance(master_grad, Tensor) and master_grad.shape == model_grad.shape)
+    if is_older:
+        master_grad, scale = scale, master_grad
+    if (is_older if check_overflow is None else check_overflow) and is_not_finite([model_grad]):
+        return True
+    if master_grad is not model_grad:
+        master_grad.copy_(model_grad)
+    master_grad.mul_(scale)  # a part of the graph, if the gradient is one
+    return False
+
+
+_OPTIONS = (
+    *("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "patch_torch_functions_type"),
+    *("keep_batchnorm_fp32", "master_weights", "loss_scale"),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ApexProperties(Properties):
+    """This library's properties, with apex's `options`."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The properties that apex has, by name, to read."""
+        return MappingProxyType({name: getattr(self, name) for name in _OPTIONS})
+
+
 class _NotInitializedError(AmpRuntimeError, AttributeError):
     """Makes `hasattr(_amp_state, "loss_scalers")` False before `initialize`, as in apex."""
 
@@ -218,9 +257,10 @@ class AmpState:
     verbosity = 1
 
     @property
-    def opt_properties(self) -> Any:
+    def opt_properties(self) -> ApexProperties:
         """The properties of the default session."""
-        return self._session().properties
+        ours = self._session().properties
+        return ApexProperties(**{f.name: getattr(ours, f.name) for f in dataclasses.fields(ours)})
 
     @property
     def loss_scalers(self) -> list[LossScaler]:

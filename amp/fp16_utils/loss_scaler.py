@@ -100,11 +100,11 @@ class DynamicLossScaler(LossScaler):
 
     def has_overflow(self, params: Iterable[Tensor]) -> bool:
         """Whether a gradient of these parameters is inf or NaN. The host waits for the device."""
-        return _is_not_finite([p.grad for p in params if p.grad is not None])
+        return is_not_finite([p.grad for p in params if p.grad is not None])
 
     @staticmethod
     def _has_inf_or_nan(x: Tensor) -> bool:
-        return _is_not_finite([x])
+        return is_not_finite([x])
 
     def update_scale(self, overflow: bool) -> None:
         """Update the scale after an iteration with or without overflow. The host does not wait."""
@@ -151,7 +151,8 @@ SAFE_GLOBALS: list[Any] = [
 """
 
 
-def _is_not_finite(tensors: list[Tensor]) -> bool:
+def is_not_finite(tensors: list[Tensor]) -> bool:
+    """Whether a value in any of the tensors is inf or NaN. The host waits for the device."""
     if not tensors:
         return False
     found_inf = torch.zeros(1, dtype=torch.float32, device=tensors[0].device)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -16,11 +18,12 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import amp
 from amp import compat
@@ -366,6 +369,19 @@ def test_missing_parts_say_what_to_use(apex: Any) -> None:
             "from apex.amp import scale_los",
             "'apex.amp.scale_los' is a part of apex that reamp does not",
         ),
+        ("from apex.contrib.sparsity import ASP", "use torch.ao.pruning.WeightNormSparsifier"),
+        (
+            "from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam",
+            "use amp.optimizers.FusedAdam with a model that torch.distributed.fsdp.fully_shard",
+        ),
+        ("from apex.contrib.optimizers import DistributedFusedAdam", "use amp.optimizers.FusedAdam"),
+        (
+            "from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB",
+            "use amp.optimizers.FusedLAMB with a model",
+        ),
+        ("from amp_C import multi_tensor_lamb_stage1_cuda", "use amp_C.multi_tensor_lamb, which does"),
+        ("from amp_C import multi_tensor_lamb_stage2_cuda", "use amp_C.multi_tensor_lamb, which does"),
+        ("from apex.amp import rnn_compat", "use torch.nn.RNN, LSTM and GRU, whose inputs are cast"),
     ):
         with pytest.raises(ImportError, match=message):
             exec(statement)
@@ -488,6 +504,89 @@ def test_norms() -> None:
         assert kind(4).half()(x.float()).dtype is torch.float16
 
 
+def test_functions_of_norms(apex: Any) -> None:
+    from apex.normalization.fused_layer_norm import (  # type: ignore[import-not-found,unused-ignore]
+        FusedLayerNormAffineFunction,
+        FusedLayerNormFunction,
+        FusedRMSNormAffineFunction,
+        FusedRMSNormFunction,
+    )
+
+    x, weight, bias = torch.randn(3, 4, requires_grad=True), torch.rand(4), torch.rand(4)
+    with_bias = F.layer_norm(x, (4,), weight, bias, 1e-12)
+    for shape in (4, (4,), torch.Size([4])):
+        for options in ([1e-12], [1e-12, True]):  # memory_efficient
+            each = FusedLayerNormAffineFunction.apply(x, weight, bias, shape, *options)
+            assert torch.equal(each, with_bias)
+            each = FusedLayerNormFunction.apply(x, shape, *options)
+            assert torch.equal(each, F.layer_norm(x, (4,), eps=1e-12))
+            each = FusedRMSNormAffineFunction.apply(x, weight, shape, *options)
+            assert torch.equal(each, F.rms_norm(x, (4,), weight, 1e-12))
+            each = FusedRMSNormFunction.apply(x, shape, *options)
+            assert torch.equal(each, F.rms_norm(x, (4,), None, 1e-12))
+    each.sum().backward()
+    assert x.grad is not None
+    # How scripts find out which version of apex there is.
+    assert "memory_efficient" in inspect.getfullargspec(FusedLayerNormAffineFunction.forward).args
+
+
+@pytest.mark.parametrize(("level", "dtype"), [("O2", torch.float16), ("O5", torch.bfloat16)])
+def test_a_forward_whose_inputs_a_script_casts(apex: Any, level: str, dtype: torch.dtype) -> None:
+    """As catalyst and others did for DataParallel."""
+    from apex.amp._initialize import applier, to_type  # type: ignore[import-not-found,unused-ignore]
+
+    class Pair(NamedTuple):
+        x: torch.Tensor
+        number: torch.Tensor
+
+    amp_state = apex.amp._amp_state
+    assert not hasattr(amp_state, "opt_properties")
+    apex.amp.initialize(nn.Linear(2, 2), opt_level=level, verbosity=0)
+    options = amp_state.opt_properties.options
+    assert options["cast_model_type"] is dtype
+    assert options.get("cast_model_outputs", torch.float32) is torch.float32
+    assert (options["opt_level"], options["master_weights"], options["enabled"]) == (level, True, True)
+    assert options["loss_scale"] == amp_state.opt_properties.loss_scale
+    assert isinstance(amp_state.opt_properties, apex.amp.frontend.Properties)
+    with pytest.raises(TypeError):
+        options["master_weights"] = False
+    caster = functools.partial(to_type, options["cast_model_type"])
+    given = ({"pair": Pair(torch.ones(2), torch.arange(2))}, [torch.ones(1)], "word", None)
+    first, second, *others = applier(given, caster)
+    assert isinstance(first["pair"], Pair)
+    assert (first["pair"].x.dtype, first["pair"].number.dtype) == (dtype, torch.int64)
+    assert second[0].dtype is dtype
+    assert others == ["word", None]
+    assert given[0]["pair"].x.dtype is torch.float32  # type: ignore[index]
+    assert apex.amp._initialize.applier is applier
+
+
+def test_an_overflow_check_with_its_arguments_in_either_order(apex: Any) -> None:
+    check = importlib.import_module("apex.amp.scaler").scale_check_overflow_python
+    grad, master = torch.tensor([2.0, 4.0]).half(), torch.zeros(2)
+    for arguments in ((master, 0.5), (0.5, master), (torch.tensor(0.5), master)):
+        assert not check(grad, *arguments)
+        assert master.tolist() == [1.0, 2.0]
+        master.zero_()
+    assert grad.tolist() == [2.0, 4.0]
+    bad = torch.tensor([torch.inf, 4.0]).half()
+    assert check(bad, 0.5, master)  # the older order always checks
+    assert check(bad, master, 0.5, True)
+    assert check(bad, master, 0.5, check_overflow=True)
+    assert check(bad, scale=0.5, master_grad=master, check_overflow=True)
+    assert master.tolist() == [0.0, 0.0]
+    assert not check(bad, master, 0.5)
+    assert not check(bad, 0.5, master, False)
+    assert master.tolist() == [torch.inf, 2.0]
+    # A gradient penalty scales a gradient in its graph.
+    x = torch.ones(2, requires_grad=True)
+    (grad,) = torch.autograd.grad((8 * x**2).sum(), x, create_graph=True)
+    assert not check(grad, 1 / 8, grad)
+    grad.square().sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [8.0, 8.0]
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_script_that_handles_overflows_itself(apex: Any, level: str) -> None:
     """As NVIDIA's BERT did: a flag of its own for `update_scale`, and gradients cleared by hand."""
@@ -604,7 +703,7 @@ def test_what_tells_whether_apex_is_there(apex: Any) -> None:
     assert getattr(apex.parallel, "nothing", None) is None
     for statement, message in (
         ("from amp_C import multi_tensor_novograd", "use amp.optimizers.FusedNovoGrad instead"),
-        ("from apex.parallel.distributed import Flattened", "use torch.distributed instead"),
+        ("from apex.parallel.distributed import split_half_float_double", "use torch.distributed inst"),
         ("from apex.normalization.fused_layer_norm import Other", "torch.nn.functional.layer_norm"),
     ):
         with pytest.raises(ImportError, match=message):

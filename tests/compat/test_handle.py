@@ -41,6 +41,10 @@ def test_functions_cast_without_a_model_until_the_handle_is_deactivated(
         with handle._disable_casts():
             assert not handle.is_active()
             assert F.linear(wide, wide).dtype is torch.float32
+        for value in (False, False, True, True):
+            handle._is_active = value
+            assert handle._is_active == handle.is_active() == value
+            assert (F.linear(wide, wide).dtype is dtype) == value
         assert (handle.has_cache, handle.verbose, handle.cache) == (True, False, {})
         handle._clear_cache()
         handle.remove_cache(wide)
