@@ -53,7 +53,9 @@ def initialize(models: Any, optimizers: Any = None, *args: Any, **kwargs: Any) -
     for optimizer in given:
         attached = AttachedOptimizer.of(optimizer)
         if attached is not None:
-            optimizer._amp_stash = Stash(optimizer)
+            optimizer._amp_stash = stash = Stash(optimizer)
+            optimizer._prepare_amp_backward = stash.prepare_amp_backward
+            optimizer._post_amp_backward = stash.post_amp_backward
             optimizer._lazy_init_maybe_master_weights = _nothing
             optimizer._amp_lazy_init = _nothing
             optimizer._master_params_to_model_params = attached.gradients.reconcile

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp import frontend
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpNotImplementedError, AmpRuntimeError, AmpTypeError, brief
 from amp.fp16_utils.loss_scaler import is_not_finite
 from amp.fp16_utils.optimizer import MasterGroups
 from amp.lazy import kernels
@@ -18,6 +18,7 @@ from amp.profiles.loss_scaling import LossScaling
 from amp.profiles.properties import Properties
 from amp.training import scaler
 from amp.training.attached_optimizer import AttachedOptimizer
+from amp.training.blocks import Block
 
 __all__ = ["LossScaler", "_amp_state", "scale_check_overflow_python"]
 
@@ -287,6 +288,9 @@ class AmpState:
 _amp_state = AmpState()
 
 
+_USE_SCALE_LOSS = "Use `with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
+
+
 class Stash(MasterGroups):
     """apex's `optimizer._amp_stash`: the parameters of an optimizer, and their masters.
 
@@ -298,12 +302,107 @@ class Stash(MasterGroups):
         self.optimizer = optimizer
         self.lazy_init_called = True
         self.already_patched = False
+        self._block: Block | None = None
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether there are gradients still to be unscaled."""
+        """Whether there are gradients still to be unscaled. True leaves those that are there scaled."""
         attached = AttachedOptimizer.of(self.optimizer)
         return attached is not None and attached.gradients.delayed is not None
+
+    @params_have_scaled_gradients.setter
+    def params_have_scaled_gradients(self, value: bool) -> None:
+        if value:
+            self._delay(self._attached().owner.scalers[0])
+
+    def prepare_amp_backward(self) -> None:
+        """Enter a block whose loss the script scales: apex's `optimizer._prepare_amp_backward`.
+
+        The gradients of a block that was entered so and not left, as after an error, are dropped.
+
+        Raises:
+            AmpNotImplementedError: layers run in FP8 by the recipe `delayed`.
+            AmpRuntimeError: the optimizer is inside an `amp.scale_loss` block, or in no session.
+        """
+        attached = self._attached()
+        gradients, owner = attached.gradients, attached.owner
+        if owner.fp8 is not None and owner.fp8.history is not None:
+            raise AmpNotImplementedError(
+                "optimizer._prepare_amp_backward() was called in a session with FP8 by the recipe "
+                f"'delayed', whose scales amp.scale_loss moves. {_USE_SCALE_LOSS}"
+            )
+        for ours in owner.scalers:
+            owner.learn(ours)
+        if self._block is not None and gradients.open_block is self._block:
+            self._block.abort()
+        # The scaler comes later. A scale that is not 1 lets the block set all gradients aside.
+        self._block = Block(LossScaler("dynamic")._ours, [gradients])
+        try:
+            self._block.enter(self._zero())
+        except BaseException:
+            self._block.abort()
+            raise
+
+    def post_amp_backward(self, loss_scaler: LossScaler) -> None:
+        """Unscale the gradients, and leave the block: apex's `optimizer._post_amp_backward`.
+
+        If one is inf or NaN, the next step is skipped. `loss_scaler.update_scale()` moves the scale.
+
+        Raises:
+            AmpTypeError: `loss_scaler` is none of apex's.
+            AmpNotImplementedError: the gradients were not reduced over the ranks.
+            AmpRuntimeError: the optimizer is inside an `amp.scale_loss` block, or in no session.
+        """
+        attached = self._attached()
+        if not isinstance(loss_scaler, LossScaler):
+            raise AmpTypeError(
+                f"optimizer._post_amp_backward takes one of _amp_state.loss_scalers, and got "
+                f"{brief(loss_scaler)}"
+            )
+        if not attached.gradients.are_reduced():
+            raise AmpNotImplementedError(
+                "optimizer._post_amp_backward was called after a backward under no_sync(), whose "
+                f"gradients are not reduced over the ranks. {_USE_SCALE_LOSS}"
+            )
+        if attached.misuse is not None:
+            attached.misuse.block_begins()
+        self._delay(loss_scaler._ours).finish(update=False)
+        self._block = None
+        attached.owner.running_stats.repair()
+
+    def _delay(self, ours: scaler.LossScaler) -> Block:
+        """Leave the gradients scaled, as a block of the script's or of `delay_unscale` does; return it.
+
+        A block of the script's gets the scaler, by whose scale the script has multiplied its loss.
+        """
+        gradients = self._attached().gradients
+        block = gradients.open_block
+        if block is not None and block is not self._block:
+            raise AmpRuntimeError(
+                "optimizer._post_amp_backward was called, or params_have_scaled_gradients set, inside "
+                "an amp.scale_loss block, which does so itself. Leave that out"
+            )
+        block = gradients.delayed or block
+        if block is None:
+            block = self._block = Block(ours, [gradients])
+        if block is self._block:
+            block.scaler = ours
+            _, block.scale = ours.scale_and_remember(self._zero())
+        gradients.delay(block)()
+        return block
+
+    def _attached(self) -> AttachedOptimizer:
+        attached = AttachedOptimizer.of(self.optimizer)
+        if attached is None:
+            raise AmpRuntimeError(
+                f"this {type(self.optimizer).__name__} is in no session. Call amp.initialize on it"
+            )
+        return attached
+
+    def _zero(self) -> Tensor:
+        """Return a loss on the device of the first parameter, to which scalers go."""
+        groups = self.optimizer.param_groups
+        return torch.zeros((), device=next((p.device for g in groups for p in g["params"]), "cpu"))
 
     all_fp32_params = MasterGroups.all_fp32_from_fp32_params
     """The parameters without a master, by the name that apex uses if no parameter has one."""

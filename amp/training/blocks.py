@@ -191,7 +191,7 @@ class Block:
         for gradients in self._gradients:
             gradients.abort(self)
 
-    def finish(self) -> None:
+    def finish(self, update: bool = True) -> None:
         """Unscale gradients that are still delayed, as leaving the block without a delay does."""
         together = [g for g in self._gradients if g.delayed is self and g.state is State.DELAYED]
         if not all(gradients.were_reduced for gradients in together):
@@ -200,7 +200,7 @@ class Block:
                 "one of no_sync() or set_requires_gradient_sync(False). The ranks diverge. Let the "
                 "last backward before a step reduce"
             )
-        self._unscale(together)
+        self._unscale(together, update)
 
     def _collect(self, together: Sequence[Gradients], are_final: bool) -> list[NewGradients]:
         """Return each optimizer's gradients. A parameter of two optimizers goes with the first."""

@@ -587,6 +587,138 @@ def test_an_overflow_check_with_its_arguments_in_either_order(apex: Any) -> None
     assert x.grad.tolist() == [8.0, 8.0]
 
 
+def train_by_hand(apex: Any, level: str, fused: bool, by_hand: bool, **options: Any) -> list[Any]:
+    """Train by `scale_loss`, or by the steps that scripts put in its place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    make: Any = apex.optimizers.FusedAdam if fused else torch.optim.SGD
+    optimizer = make(model.parameters(), lr=0.01)
+    model, optimizer = apex.amp.initialize(
+        model, optimizer, opt_level=level, num_losses=2, verbosity=0, **options
+    )
+    scales = []
+    for i in range(5):
+        for loss_id in range(2):
+            loss = model(torch.randn(6, 4)).float().square().mean() * (math.inf if i == 2 else 1.0)
+            if by_hand:
+                scaler = apex.amp._amp_state.loss_scalers[loss_id]
+                if not optimizer._amp_stash.params_have_scaled_gradients:
+                    optimizer._prepare_amp_backward()
+                (loss * scaler.loss_scale()).backward()
+                scaler.clear_overflow_state()
+                optimizer._post_amp_backward(scaler)
+                optimizer._amp_stash.params_have_scaled_gradients = False
+                scaler.update_scale()
+            else:
+                with apex.amp.scale_loss(loss, optimizer, loss_id) as scaled_loss:
+                    scaled_loss.backward()
+            scales.append(apex.amp._amp_state.loss_scalers[loss_id].loss_scale())
+        optimizer.step()
+        optimizer.zero_grad()
+    buffers = [buffer.tolist() for buffer in model.buffers()]
+    return [[p.tolist() for p in apex.amp.master_params(optimizer)], buffers, scales]
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O5"])
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_steps_of_scale_loss_one_by_one(apex: Any, level: str, fused: bool) -> None:
+    options = {} if level == "O0" else {"loss_scale": "dynamic"}
+    by_hand = train_by_hand(apex, level, fused, by_hand=True, **options)
+    assert str(by_hand) == str(train_by_hand(apex, level, fused, by_hand=False, **options))
+    assert by_hand[2][5] == (1.0 if level == "O0" else 2.0**15)
+
+
+def test_steps_of_scale_loss_that_do_not_fit(apex: Any) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer = apex.amp.initialize(
+        model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0
+    )
+    nn.init.zeros_(model.weight)
+    scaler = apex.amp._amp_state.loss_scalers[0]
+    with apex.amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer) as scaled_loss:
+        with pytest.raises(AmpRuntimeError, match="inside an amp.scale_loss block"):
+            optimizer._post_amp_backward(scaler)
+        with pytest.raises(AmpRuntimeError, match=r"inside another amp.scale_loss block"):
+            optimizer._prepare_amp_backward()
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert model.weight.tolist() == [[-1.0, -1.0]]
+    # A backward that has failed leaves nothing behind.
+    optimizer._prepare_amp_backward()
+    (model(torch.ones(1, 2)).sum() * 3).backward()
+    with pytest.raises(AmpRuntimeError, match="Leave the first block"):
+        apex.amp.scale_loss(model(torch.ones(1, 2)).sum(), optimizer).__enter__()
+    with pytest.raises(AmpRuntimeError, match=r"optimizer.step\(\) was called inside"):
+        optimizer.step()
+    optimizer._prepare_amp_backward()
+    (model(torch.ones(1, 2)).sum() * scaler.loss_scale()).backward()
+    optimizer._post_amp_backward(scaler)
+    optimizer.step()
+    assert model.weight.tolist() == [[-2.0, -2.0]]
+    optimizer.zero_grad()
+    # Gradients that accumulate scaled, as with `delay_unscale`, are of no block before.
+    for is_last in (False, True):
+        (model(torch.ones(1, 2)).sum() * scaler.loss_scale() / 2).backward()
+        if not is_last:
+            optimizer._amp_stash.params_have_scaled_gradients = True
+            assert optimizer._amp_stash.params_have_scaled_gradients
+    with pytest.raises(TypeError, match=r"takes one of _amp_state.loss_scalers, and got .*GradScaler"):
+        optimizer._post_amp_backward(torch.amp.GradScaler("cpu"))
+    optimizer._post_amp_backward(scaler)
+    assert not optimizer._amp_stash.params_have_scaled_gradients
+    optimizer.step()
+    assert model.weight.tolist() == [[-3.0, -3.0]]
+    optimizer.zero_grad()
+    with apex.amp.scale_loss(
+        model(torch.ones(1, 2)).sum(), optimizer, delay_unscale=True
+    ) as scaled_loss:
+        scaled_loss.backward()
+    optimizer._post_amp_backward(scaler)
+    optimizer.step()
+    assert model.weight.tolist() == [[-4.0, -4.0]]
+    amp.get_session().close()
+    for call in (
+        optimizer._prepare_amp_backward,
+        functools.partial(optimizer._post_amp_backward, scaler),
+    ):
+        with pytest.raises(AmpRuntimeError, match="this SGD is in no session"):
+            call()
+
+
+def test_steps_of_scale_loss_around_gradients_that_are_not_reduced(apex: Any) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Linear(2, 1, bias=False)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        apex.amp.initialize(model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0)
+        nn.init.zeros_(model.weight)
+        ddp = apex.parallel.DistributedDataParallel(model)
+        scaler = apex.amp._amp_state.loss_scalers[0]
+        optimizer._prepare_amp_backward()
+        with ddp.no_sync():
+            (ddp(torch.ones(1, 2)).sum() * scaler.loss_scale()).backward()
+        with pytest.raises(NotImplementedError, match=r"under no_sync\(\), whose gradients are not"):
+            optimizer._post_amp_backward(scaler)
+        (ddp(torch.ones(1, 2)).sum() * scaler.loss_scale()).backward()
+        optimizer._post_amp_backward(scaler)
+        optimizer.step()
+        assert model.weight.tolist() == [[-2.0, -2.0]]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_steps_of_scale_loss_at_a_level_that_apex_lacks(apex: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    recipe = {"recipe": "delayed", "skip": []}
+    apex.amp.initialize(model, optimizer, opt_level="O6", fp8=recipe, verbosity=0)
+    with pytest.raises(NotImplementedError, match="FP8 by the recipe 'delayed'"):
+        optimizer._prepare_amp_backward()
+
+
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_script_that_handles_overflows_itself(apex: Any, level: str) -> None:
     """As NVIDIA's BERT did: a flag of its own for `update_scale`, and gradients cleared by hand."""
