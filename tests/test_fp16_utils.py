@@ -360,12 +360,14 @@ def state_of_2018(
     moments: dict[int, Any] = {}
     for i, group in enumerate(inner["param_groups"]):
         each = [inner["state"][key] for key in group["params"]]
-        moments[70 + i] = {  # apex kept the step as a number, and moments of the flat parameter
+        moments[70 + i] = {  # of the flat parameter
             name: torch.cat([entry[name].reshape(-1) for entry in each])
             if each[0][name].dim()
-            else int(each[0][name])
+            else each[0][name]
             for name in each[0]
         }
+        if isinstance(optimizer.optimizer, FusedAdam):  # of which apex's kept a number
+            moments[70 + i]["step"] = int(moments[70 + i]["step"])
         group["params"] = [70 + i]
     masters = [nn.Parameter(torch.cat([p.reshape(-1) for p in group])) for group in groups]
     inner = {"state": moments, "param_groups": inner["param_groups"]}
@@ -472,6 +474,12 @@ def test_damaged_checkpoints_of_apex_optimizers(flat: bool) -> None:
         {"optimizer_state_dict": {**inner, "param_groups": inner["param_groups"][:1]}},
         {"optimizer_state_dict": {**inner, "state": {**inner["state"], 99: {}}}},
         {"optimizer_state_dict": {**inner, "state": dict.fromkeys(inner["state"], 1)}},
+        {
+            "optimizer_state_dict": {
+                **inner,
+                "state": {k: {**v, "step": -1} for k, v in inner["state"].items()},
+            }
+        },
     ]
     if flat:
         whole = good[masters]

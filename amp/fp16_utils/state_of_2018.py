@@ -56,7 +56,7 @@ def read_2018(
                 config, growth_factor=factor, backoff_factor=1 / factor, growth_interval=window
             )
     scaler = {"loss_scale": scale, "unskipped": good}
-    today = {"dynamic_loss_scale": is_dynamic, "loss_scaler": scaler, **state_dict}
+    today = {**state_dict, "loss_scaler": scaler}
     if masters_of_2018(state_dict) == "fp32_groups_flat":
         today |= _without_flat(checks, state_dict, groups)
     return today, config
@@ -87,16 +87,16 @@ def _without_flat(
             checks.fail(path, "params", brief([key]), expected)
         places = range(i, i := i + len(own))
         new_groups.append({**group, "params": list(places)})
-        entry = (
-            checks.mapping(old_state, key, f"{_INNER}['state']", "a dict") if key in old_state else {}
-        )
+        if key not in old_state:
+            continue
+        entry = checks.mapping(old_state, key, f"{_INNER}['state']", "a dict")
+        del old_state[key]
         moments = {
             moment: _cut(value, own)
             for moment, value in entry.items()
             if isinstance(value, Tensor) and value.shape == whole.shape and moment != "step"
         }
-        old_state.pop(key, None)
-        for place in places if entry else ():
+        for place in places:
             cut = {moment: pieces[place - places.start] for moment, pieces in moments.items()}
             state[place] = {**entry, **cut}
     if old_state:
