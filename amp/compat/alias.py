@@ -51,8 +51,8 @@ for _ours, _module, _parts in _TABLE:
         MODULES[_name] = f"amp.{_ours}"
 
 _LAMB = "amp_C.multi_tensor_lamb, which does both stages, or amp.optimizers.FusedLAMB"
-_SHARDED = "with a model that torch.distributed.fsdp.fully_shard has sharded"
-_ADAM = f"amp.optimizers.FusedAdam {_SHARDED}, or in torch's ZeroRedundancyOptimizer at O0, O1, O3, O4,"
+_SHARDED = "with a model that torch.distributed.fsdp.fully_shard has cut"
+_ADAM = f"amp.optimizers.FusedAdam {_SHARDED}, or in ZeroRedundancyOptimizer at O0, O1, O3 and O4,"
 _SHARDED_LAMB = f"amp.optimizers.FusedLAMB {_SHARDED},"
 REPLACEMENTS = {
     "amp_C.multi_tensor_adagrad": "amp.optimizers.FusedAdagrad",
@@ -60,7 +60,7 @@ REPLACEMENTS = {
     "amp_C.multi_tensor_lamb_stage2_cuda": _LAMB,
     "amp_C.multi_tensor_novograd": "amp.optimizers.FusedNovoGrad",
     "apex.RNN": "torch.nn.RNN, LSTM and GRU",
-    "apex.amp.rnn_compat": "torch.nn.RNN, LSTM and GRU, whose inputs are cast as they are",
+    "apex.amp.rnn_compat": "torch.nn.RNN, LSTM and GRU, whose inputs amp casts,",
     "apex.contrib.clip_grad": "torch.nn.utils.clip_grad_norm_",
     "apex.contrib.focal_loss": "torchvision.ops.sigmoid_focal_loss",
     "apex.contrib.group_norm": "torch.nn.GroupNorm",

@@ -381,7 +381,7 @@ def test_missing_parts_say_what_to_use(apex: Any) -> None:
         ),
         ("from amp_C import multi_tensor_lamb_stage1_cuda", "use amp_C.multi_tensor_lamb, which does"),
         ("from amp_C import multi_tensor_lamb_stage2_cuda", "use amp_C.multi_tensor_lamb, which does"),
-        ("from apex.amp import rnn_compat", "use torch.nn.RNN, LSTM and GRU, whose inputs are cast"),
+        ("from apex.amp import rnn_compat", "use torch.nn.RNN, LSTM and GRU, whose inputs amp casts"),
     ):
         with pytest.raises(ImportError, match=message):
             exec(statement)
