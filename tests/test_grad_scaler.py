@@ -7,6 +7,7 @@ import itertools
 import math
 import pickle
 import random
+import warnings
 from collections import namedtuple
 from collections.abc import Callable
 from typing import Any
@@ -571,7 +572,7 @@ def test_torchs_grad_scaler_steps_a_fused_optimizer_of_a_session(
     def train(level: str | None) -> list[Tensor]:
         torch.manual_seed(0)
         model: Any = nn.Linear(4, 4)
-        more = {} if optimizer_class is FusedAdam else {"fused": True}
+        more: dict[str, Any] = {} if optimizer_class is FusedAdam else {"fused": True}
         optimizer: Any = optimizer_class(model.parameters(), lr=0.1, eps=0.1, **more)
         if level is not None:
             model, optimizer = amp.initialize(
@@ -587,3 +588,49 @@ def test_torchs_grad_scaler_steps_a_fused_optimizer_of_a_session(
         return [p.detach().clone() for p in model.parameters()]
 
     torch.testing.assert_close(train(level), train(None), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("optimizer_class", [FusedAdam, FusedSGD, torch.optim.Adam])
+def test_torchs_grad_scaler_around_the_loss_of_a_block(level: str, optimizer_class: Any) -> None:
+    """Two scales multiply; where amp has none, that is no mistake."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(4, 4)
+    more: dict[str, Any] = {} if optimizer_class is not torch.optim.Adam else {"fused": True}
+    made: Any = optimizer_class(model.parameters(), lr=0.01, **more)
+    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    weights = []
+    with warnings.catch_warnings():
+        if level in ("O1", "O2"):
+            warnings.filterwarnings("ignore", "GradScaler.step calls")
+        for i in range(4):
+            optimizer.zero_grad()
+            x = torch.ones(2, 4) * (math.inf if i == 2 else 1.0)
+            with amp.scale_loss(scaler.scale(model(x).float().pow(2).mean()), optimizer) as loss:
+                loss.backward()
+            scaler.step(optimizer)
+            scaler.update()
+            weights.append(model.weight.detach().clone())
+    assert weights[-1].isfinite().all()
+    assert torch.equal(weights[1], weights[2])  # the batch with inf
+    if level not in ("O1", "O2"):
+        assert not torch.equal(weights[2], weights[3])
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize("optimizer_class", [FusedAdam, torch.optim.AdamW])
+def test_torchs_recipe_in_place_of_blocks_is_named_where_there_are_masters(
+    level: str, optimizer_class: Any, clips: bool
+) -> None:
+    model: Any = nn.Linear(4, 1)
+    made: Any = optimizer_class(model.parameters())
+    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(model(torch.randn(8, 4)).float().pow(2).mean()).backward()
+    scaler.unscale_(optimizer)
+    if clips:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(AmpAssertionError, match="Leave the GradScaler out, and call optimizer.step"):
+        scaler.step(optimizer)

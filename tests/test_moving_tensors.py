@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import parametrizations
 from torch.nn.utils.spectral_norm import spectral_norm
 
@@ -461,3 +463,23 @@ def test_gradients_that_a_hook_of_the_step_removes() -> None:
 def _closed() -> Iterator[None]:
     yield
     amp.get_session().close()
+
+
+def test_frozen_weights_that_are_moved_or_rewritten_alike_are_not_named() -> None:
+    """As by an offload and back; and nothing keeps the memory that they had."""
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model.register_buffer("mask", torch.ones(4, 4))
+    model[0].requires_grad_(False)
+    made = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, made, opt_level="O5", verbosity=0)
+    gone = []
+    for _ in range(7):
+        gone.append(StorageWeakRef(model[0].weight.untyped_storage()))
+        model[0].weight.data = model[0].weight.data.clone()
+        model.mask = torch.ones_like(model.mask)
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    gc.collect()
+    assert all(reference.expired() for reference in gone)

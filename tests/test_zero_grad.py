@@ -119,3 +119,18 @@ def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
     nothing = None if clears != "zeros" else 0.0
     of_second = nothing if when == "after backward" else 6.0
     assert found == [nothing] * 2 + [of_second] * 2
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+def test_compiled_code_clears_the_models_gradients(level: str) -> None:
+    model: Any = nn.Linear(8, 1)
+    made = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, loss_scale=1.0)
+    clear = torch.compile(lambda: model.zero_grad(), backend="eager")
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(4, 8)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        assert model.weight.grad.float().max().item() == pytest.approx(1.0)
+        optimizer.step()
+        clear()
+        assert model.weight.grad is None
