@@ -103,6 +103,7 @@ class Block:
     ) -> Generator[Tensor]:
         watched = [each for each in attached if each.misuse is not None]
         watch = BlockWatch(session, self, attached) if watched else None
+        is_in_backward = False
         try:
             try:
                 scaled_loss = self.enter(loss)
@@ -112,18 +113,9 @@ class Block:
                     session.learn(self.scaler)
                 if watch is not None:
                     watch.backward_begins(scaled_loss)
-                try:
-                    yield scaled_loss
-                except RuntimeError as error:
-                    _explain(error, loss, self._gradients)
-                    for each in attached:
-                        each.check.add_hint(error, each.gradients.groups.models)
-                    if loss.numel() > 1 and "implicitly created only for scalar" in str(error):
-                        error.add_note(
-                            f"amp: the loss has the shape {shape_of(loss)}: scale one number, as in "
-                            "amp.scale_loss(loss.mean(), optimizer)"
-                        )
-                    raise
+                is_in_backward = True
+                yield scaled_loss
+                is_in_backward = False
                 if watch is not None:
                     watch.backward_has_ended()
                 may_delay = not self.scaler.config.is_identity or self._histories
@@ -143,12 +135,27 @@ class Block:
                 for observer in (*everywhere, *session.observers):
                     observer.block_left(session, self)
                 self.is_over = True
+            except RuntimeError as error:
+                if is_in_backward:
+                    self._add_hints(error, loss, attached)
+                raise
             finally:
                 if not self.is_over:
                     self.end()
         finally:
             if not self.is_over:  # again: an interrupt may have come before it was done
                 self.end()
+
+    def _add_hints(self, error: RuntimeError, loss: Tensor, attached: Sequence[Any]) -> None:
+        """Say what to do about an error of a backward."""
+        _explain(error, loss, self._gradients)
+        for each in attached:
+            each.check.add_hint(error, each.gradients.groups.models)
+        if loss.numel() > 1 and "implicitly created only for scalar" in str(error):
+            error.add_note(
+                f"amp: the loss has the shape {shape_of(loss)}: scale one number, as in "
+                "amp.scale_loss(loss.mean(), optimizer)"
+            )
 
     def enter(self, loss: Tensor) -> Tensor:
         """Make room for the gradients of a loss, and return it scaled. The host does not wait.

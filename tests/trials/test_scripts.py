@@ -73,7 +73,7 @@ def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_command_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     end = "os.kill(os.getppid(), 2); time.sleep(100)"
-    assert run(tmp_path, end, "doctor", "train.py").returncode == 130
+    assert "KeyboardInterrupt" in run(tmp_path, end, "doctor", "train.py").stderr
 
 
 @pytest.mark.slow
