@@ -16,6 +16,7 @@ import pytest
 from torch.autograd import grad_mode
 
 import amp
+from amp import active, patching
 from tests.tried import TRIED
 
 AMP = str(Path(amp.__file__).parent)
@@ -82,3 +83,7 @@ class Interrupter:
         finally:
             sys.settrace(None)
             gc.enable()
+            # A tracer may raise where a `with` is about to release its lock, and a signal cannot.
+            for lock in (active.opening, patching._lock):
+                while lock._is_owned():  # type: ignore[attr-defined]
+                    lock.release()

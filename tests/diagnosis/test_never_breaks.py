@@ -47,7 +47,7 @@ def trained(level: str = "O1") -> list[Tensor]:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
     session = amp.Session(level, verbosity=0, loss_scale="dynamic")
     model, optimizer = session.initialize(model, optimizer)
-    for i in range(4):
+    for i in range(3):
         optimizer.zero_grad()
         loss = model(torch.randn(8, 4)).float().pow(2).mean() * (math.inf if i == 1 else 1.0)
         with session.scale_loss(loss, optimizer) as scaled_loss:
@@ -77,7 +77,7 @@ def test_an_error_of_the_watch_is_counted_and_the_training_goes_on(
     with monkeypatch.context() as patch:
         is_guarded = getattr(cls, name).__code__ is guarded(fail).__code__
         patch.setattr(cls, name, guarded(fail) if is_guarded else fail)
-        with amp.watch(at=[1, 3]) as watch:
+        with amp.watch(at=[2]) as watch:
             weights = trained()
         assert all(map(torch.equal, weights, alone))
         assert not open_modes()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from amp.cli import main
 from tests.processes import ROOT
 
 pytestmark = pytest.mark.slow
@@ -69,13 +70,13 @@ def test_training_in_a_process_that_the_script_forks_is_said_to_be_unseen(tmp_pa
     assert "Traceback" not in found.stderr
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
 def test_closed_streams(tmp_path: Path, closed: str) -> None:
     (tmp_path / "train.py").write_text(f"{TRAIN}\nmain()\n")
     line = f'"$0" -m amp doctor train.py {closed}'
     found = run(["bash", "-c", line, sys.executable], tmp_path)
     assert found.returncode == 0, found.stderr
-    assert ("healthy: nothing found" in found.stdout) == (">&-" not in closed.replace("2>&-", ""))
+    assert ("healthy: nothing found" in found.stdout) == (closed == "<&-")
 
 
 def test_a_file_with_the_librarys_name_beside_the_script(tmp_path: Path) -> None:
@@ -87,11 +88,10 @@ def test_a_file_with_the_librarys_name_beside_the_script(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("steps", ["0", "-1", "99999999999999999999", "1000000000"])
-def test_steps_out_of_range(tmp_path: Path, steps: str) -> None:
+def test_steps_out_of_range(tmp_path: Path, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(f"{TRAIN}\nmain()\n")
-    found = run(doctor("doctor", "train.py", "--steps", steps), tmp_path)
-    assert found.returncode == 2
-    assert f"--steps {steps} must be from 1 to 10000" in found.stderr
+    assert main(["doctor", str(tmp_path / "train.py"), "--steps", steps]) == 2
+    assert f"--steps {steps} must be from 1 to 10000" in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        time.sleep(25)
+        time.sleep(12)
         process.send_signal(signal.SIGINT)
         said, error = process.communicate(timeout=120)
     assert "argument 'input' is not finite" in said, error
