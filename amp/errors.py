@@ -27,8 +27,8 @@ class AmpError(Exception):
     `FileNotFoundError`. Catch `amp.AmpError` or the builtin type, such as `RuntimeError`.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*[printable(x) if isinstance(x, str) else x for x in args])
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class AmpRuntimeError(AmpError, RuntimeError):
