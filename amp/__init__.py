@@ -6,7 +6,6 @@ with amp.scale_loss(loss, optimizer) as scaled_loss:
 """
 
 import importlib
-import opcode
 import sys
 from typing import Any
 
@@ -81,6 +80,8 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name != f"amp.{name}":
                 raise
+            import opcode
+
             from amp.other_names import hint_at_attribute
 
             hint = hint_at_attribute(name, __dir__())

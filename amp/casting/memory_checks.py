@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from amp.casting.by_model import dtypes_to_be
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError, AmpValueError, first_few, warn
-from amp.kernels.tensor_lists import slices
+from amp.kernels.tensor_lists import local, slices
 from amp.profiles.levels import levels_with
 from amp.profiles.properties import Properties
 from amp.shared_memory import is_shared, outside_views, same_memory
@@ -138,10 +138,10 @@ def check_range(values: Iterable[tuple[str, Tensor]]) -> None:
     device.
     """
     known = ((name, x) for name, x in values if x.is_floating_point() and not x.is_meta)
-    local = ((name, getattr(x, "_local_tensor", x).detach()) for name, x in known)
+    parts = ((name, local(x).detach()) for name, x in known)
     beyond = [
         name
-        for name, whole in local
+        for name, whole in parts
         if any(bool((x.half().isinf() & x.isfinite()).any()) for (x,) in slices(whole))
     ]
     if beyond:

@@ -107,10 +107,7 @@ def kinds_of(lists: Sequence[TensorList]) -> list[Any]:
     try:
         have_memory = [all(x.addresses) or x.has_memory for x in lists]
         return [(x.kind, x.device) for x in lists] if all(have_memory) else []
-    except (
-        RuntimeError,
-        AttributeError,
-    ):  # tensors are sparse, or of a class with its values elsewhere
+    except (RuntimeError, AttributeError):  # of sparse ones, of those with values elsewhere, of others
         return []
 
 

@@ -61,24 +61,22 @@ def check_state(optimizer: FusedOptimizer) -> None:
 
 def unusable_entry(optimizer: FusedOptimizer, parameter: Tensor) -> str | None:
     """Return the name of an entry of a parameter's state that no step could have made, or None."""
-    moments = (*optimizer._moments(), PACKED)
-    state = optimizer.state.get(parameter, {})
+    state, moments = optimizer.state.get(parameter, {}), (*optimizer._moments(), PACKED)
     for name in (*moments, "step", *optimizer._scalars):
-        value = state.get(name, parameter)
-        x: Any = local(value) if isinstance(value, Tensor) else None
-        if (
-            x is None
-            or x.is_nested
-            or x.layout is not torch.strided
-            or x.is_quantized
-            or x.is_complex()
-        ):
-            return name
-        has_no_values = x.is_meta and not local(parameter).is_meta
-        has_shape = value.shape == parameter.shape if name in moments else value.numel() == 1
-        if has_no_values or not (has_shape or value is parameter):
+        if name in state and not _is_usable(state[name], parameter, is_moment=name in moments):
             return name
     return None
+
+
+def _is_usable(value: Any, parameter: Tensor, is_moment: bool) -> bool:
+    """Whether a value is a dense tensor of real numbers: a moment of a parameter, or one number."""
+    if not isinstance(value, Tensor):
+        return False
+    own = local(value)
+    is_dense = own.layout is torch.strided and not (own.is_nested or own.is_quantized)
+    has_values = not own.is_meta or local(parameter).is_meta
+    has_size = value.shape == parameter.shape if is_moment else value.numel() == 1
+    return is_dense and has_values and has_size and not own.is_complex()
 
 
 def _check_entries(optimizer: FusedOptimizer, called: str, parameter: Tensor) -> None:

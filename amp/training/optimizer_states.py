@@ -165,10 +165,12 @@ def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
     has_one_shape = not isinstance(optimizer, (torch.optim.Adafactor, torch.optim.LBFGS))
     for key, entry in own["state"].items():
         path, parameter = f"state_dict['state'][{brief(key)}]", found[key]
-        for name in _MOMENTS.get(type(optimizer).__name__, ()) if entry else ():
-            checks.tensor_like(entry, name, path, parameter, may_be_inf=True)
-        for name, value in entry.items():
-            if name == "step":
+        needed = _MOMENTS.get(type(optimizer).__name__, ()) if entry else ()
+        for name in (*entry, *(each for each in needed if each not in entry)):
+            value = entry.get(name)
+            if name in needed:
+                entry[name] = checks.tensor_like(entry, name, path, parameter, may_be_inf=True)
+            elif name == "step":
                 entry[name] = checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
             elif isinstance(value, Tensor) and not value.dim():
                 entry[name] = checks.scalar(entry, name, path)

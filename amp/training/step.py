@@ -198,7 +198,8 @@ class OptimizerStep:
         pairs, masters = self._gradients.groups.pairs, self._masters
         optimizer, found_inf = self._optimizer, None if found_inf is None else found_inf.reshape(())
         if found_inf is not None and "grad_scale" in vars(optimizer):  # torch removes both itself
-            optimizer.found_inf = torch.maximum(optimizer.found_inf, found_inf)
+            theirs = optimizer.found_inf
+            optimizer.found_inf = torch.maximum(theirs, found_inf.to(theirs.device))
         elif found_inf is not None:
             self._has_given_inputs = True
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
