@@ -77,6 +77,13 @@ def functions() -> dict[str, Call]:
     five_layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     utils = nn.utils
     grads = [each.grad for each in wide]
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(wide, 0.1)
+
+    def scaled_step() -> None:
+        scaler.scale(a.sum())
+        scaler.step(optimizer)
+        scaler.update()
+
     return {
         "torch.lerp": lambda: torch.lerp(a, b, 0.5),
         "Tensor.lerp": lambda: a.lerp(b, 0.5),
@@ -87,6 +94,7 @@ def functions() -> dict[str, Call]:
         "clip_grad_value_, 10 tensors": lambda: utils.clip_grad_value_(wide, 1.0),
         "get_total_norm, 10 tensors": lambda: utils.get_total_norm(grads),
         "Module.zero_grad, 10 tensors": five_layers.zero_grad,
+        "GradScaler.step with scale and update, 10 tensors": scaled_step,
         "Tensor.add_, not patched": lambda: a.add_(b),
     }
 
