@@ -24,8 +24,6 @@ from amp.errors import (
     warn,
 )
 from amp.lazy import kernels
-from amp.optimizers.checks import check_state
-from amp.optimizers.fused import FusedOptimizer
 from amp.own_tensors import tensors_in
 from amp.profiles.fp8_recipe import GRANULARITIES
 from amp.profiles.keys import shown
@@ -302,8 +300,8 @@ def check_optimizers(
                 "one cannot have master weights. Use a level without master weights, such as "
                 "opt_level='O1' or 'O4'"
             )
-        if isinstance(optimizer, FusedOptimizer):
-            check_state(optimizer)
+        if keeps_moments(optimizer):
+            optimizer._check_state()
         if properties.state_dtype is not None and not keeps_moments(optimizer):
             raise AmpRuntimeError(
                 f"state_dtype={shown(properties.state_dtype)} needs an optimizer that rounds its "

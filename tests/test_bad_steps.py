@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 import amp
-import amp.training.scaler
 import amp.training.verdicts
-from amp.kernels import update_scale
+from amp.kernels import backend, update_scale
 from amp.kernels.backend import uses_triton
 from tests.devices import GPU
 
@@ -34,7 +33,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the host believe that it has to wait."""
-    for module in (amp.training.scaler, update_scale):
+    for module in (backend, update_scale):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 

@@ -21,11 +21,10 @@ from torch.utils.checkpoint import checkpoint
 import amp
 from amp.casting import fp8_linear
 from amp.errors import AmpRuntimeError, AmpWarning
-from amp.kernels import update_scale
+from amp.kernels import backend, update_scale
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize import quantize
 from amp.profiles.fp8_recipe import FP4
-from amp.training import scaler
 from tests.covering import covering
 from tests.fp8_models import (
     BASES,
@@ -622,7 +621,7 @@ def test_a_module_of_the_model_may_be_used_alone() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_the_host_never_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (scaler, update_scale):
+    for module in (backend, update_scale):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)  # the CPU is a device here
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

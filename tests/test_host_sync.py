@@ -18,10 +18,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
-from amp.kernels import update_scale
+from amp.kernels import backend, update_scale
 from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
-from amp.training import scaler
 from tests.levels import DYNAMIC, LEVELS, STATIC
 from tests.models import initialize, waiting_is_an_error
 
@@ -61,7 +60,7 @@ def counted_waits() -> Iterator[Counter[str]]:
 
 @pytest.fixture(autouse=True)
 def the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (scaler, update_scale):
+    for module in (backend, update_scale):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 

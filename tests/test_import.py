@@ -31,6 +31,14 @@ def test_import_loads_neither_triton_nor_yaml() -> None:
     ]
 
 
+def test_triton_is_loaded_with_the_first_kernel_and_not_with_initialize() -> None:
+    code = "import torch, sys, amp; amp.initialize; print(*sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(ended.stdout.split())
+    assert "amp.session" in loaded
+    assert not {"triton", "amp.optimizers.fused"} & loaded
+
+
 def test_import_loads_next_to_nothing() -> None:
     code = "import torch, sys; had = set(sys.modules); import amp; print(*set(sys.modules) - had)"
     assert {x for x in run(code).split() if x.startswith("amp")} == {"amp", "amp.observer_makers"}

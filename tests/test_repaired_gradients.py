@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
-import amp.training.scaler
-from amp.kernels import update_scale
+from amp.kernels import backend, update_scale
 from amp.torch_versions import HAS_GRAD_DTYPE
 from tests.levels import DYNAMIC
 
@@ -224,7 +223,7 @@ def test_on_a_device_gradients_that_were_assigned_after_others_were_cleared_are_
 
 
 def decide_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (amp.training.scaler, update_scale):
+    for module in (backend, update_scale):
         monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 

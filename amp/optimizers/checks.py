@@ -52,13 +52,6 @@ def check_betas(betas: Any) -> None:
         check_range(name, beta, below=1.0)
 
 
-def check_state(optimizer: FusedOptimizer) -> None:
-    """Raise AmpValueError if a parameter's state is none that a step could have made."""
-    for i, group in enumerate(optimizer.param_groups):
-        for place, parameter in enumerate(group["params"]):
-            _check_entries(optimizer, _called(group, i, place), parameter)
-
-
 def unusable_entry(optimizer: FusedOptimizer, parameter: Tensor) -> str | None:
     """Return the name of an entry of a parameter's state that no step could have made, or None."""
     state, moments = optimizer.state.get(parameter, {}), (*optimizer._moments(), PACKED)
@@ -79,8 +72,10 @@ def _is_usable(value: Any, parameter: Tensor, is_moment: bool) -> bool:
     return is_dense and has_values and has_size and not own.is_complex()
 
 
-def _check_entries(optimizer: FusedOptimizer, called: str, parameter: Tensor) -> None:
-    """Raise AmpValueError if a parameter's state is none that a step could have made."""
+def check_entries(optimizer: FusedOptimizer, index: int, place: int) -> None:
+    """Raise AmpValueError if the state of a group's parameter is none that a step could have made."""
+    group = optimizer.param_groups[index]
+    parameter = group["params"][place]
     if (name := unusable_entry(optimizer, parameter)) is None:
         return
     value = optimizer.state[parameter][name]
@@ -88,9 +83,9 @@ def _check_entries(optimizer: FusedOptimizer, called: str, parameter: Tensor) ->
     is_number = name == "step" or name in optimizer._scalars
     expected = "one element" if is_number else f"shape {tuple(parameter.shape)}"
     raise AmpValueError(
-        f"the state of {called} has no usable '{name}': it is {brief(value)}{where}; expected a dense "
-        f"tensor of real numbers, of {expected}. Repair optimizer.state, or load a state dict of a "
-        f"{type(optimizer).__name__}"
+        f"the state of {_called(group, index, place)} has no usable '{name}': it is "
+        f"{brief(value)}{where}; expected a dense tensor of real numbers, of {expected}. Repair "
+        f"optimizer.state, or load a state dict of a {type(optimizer).__name__}"
     )
 
 
@@ -116,7 +111,7 @@ def check_batch(optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Seq
     for i, (place, parameter) in enumerate(zip(batch.places, batch.stepped, strict=True)):
         called = _called(group, batch.index, place)
         state = optimizer.state.get(parameter, {})
-        _check_entries(optimizer, called, parameter)
+        check_entries(optimizer, batch.index, place)
         tensors = {name: some[i] for name, some in lists.items()}
         tensors |= {name: local(state[name]) for name in kept if isinstance(state.get(name), Tensor)}
         _check_tensors(optimizer, parameter, called, tensors)

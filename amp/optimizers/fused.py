@@ -19,7 +19,7 @@ from amp.kernels import host_lists
 from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import are_same
 from amp.optimizers.batches import Batches
-from amp.optimizers.checks import check_betas, check_range, unusable_entry
+from amp.optimizers.checks import check_betas, check_entries, check_range, unusable_entry
 from amp.optimizers.fused_step import Ready, step_batches
 from amp.optimizers.state_dicts import PACKED, as_own_state, pack_moments, unpack_moments
 from amp.profiles.properties import STATE_DTYPES, StateDtype
@@ -192,6 +192,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if dtype is not None and dtype not in STATE_DTYPES:
             names = ", ".join(map(repr, STATE_DTYPES))
             raise AmpValueError(f"state_dtype={brief(dtype)} is not one of {names}, None")
+
+    def _check_state(self) -> None:
+        """Raise AmpValueError if a parameter's state is none that a step could have made."""
+        for index, group in enumerate(self.param_groups):
+            for place in range(len(group["params"])):
+                check_entries(self, index, place)
 
     def _cast_moments(self) -> None:
         self._forget_steps()

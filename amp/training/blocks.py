@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, _GeneratorContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from amp.casting.fp8_history import AmaxHistory
 from amp.casting.regions import ThreadState, disable_casts
 from amp.distributed import reduce_largest
 from amp.dtypes import LOW_PRECISION
@@ -27,6 +26,9 @@ from amp.training.misuse import BlockWatch
 from amp.training.scaler import LossScaler, ScaleSnapshot
 from amp.training.unscaling import NewGradients
 from amp.training.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from amp.casting.fp8_history import AmaxHistory
 
 _INSIDE_ANOTHER = (
     "amp.scale_loss was entered for an optimizer that is inside another amp.scale_loss block. Leave "

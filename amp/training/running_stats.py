@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from amp.kernels.backend import is_on_host
 from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import are_plain
+from amp.lazy import kernels
 from amp.undo import Undo
 
 _NAMES = ("running_mean", "running_var")
@@ -55,7 +55,7 @@ class RunningStatistics:
         for key, buffers in self._groups().items():
             values, finite = _joined(buffers), self._finite.get(key)
             is_finite = values.isfinite()
-            are_good = is_on_host(values) and bool(is_finite.all())
+            are_good = kernels.backend.is_on_host(values) and bool(is_finite.all())
             if are_good or finite is None or finite.shape != values.shape:  # the model has moved
                 self._finite[key] = values
                 continue

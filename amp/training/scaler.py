@@ -19,7 +19,6 @@ from torch import Tensor
 from amp.distributed import ProcessGroup, without_contained
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError, AmpValueError
-from amp.kernels.backend import is_on_host
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
@@ -171,7 +170,7 @@ class LossScaler:
         """Move the state to a device, and make the views of it that each step uses."""
         self.device = device
         self._state = self._state.to(device)
-        self.is_on_host = is_on_host(self._state)
+        self.is_on_host = kernels.backend.is_on_host(self._state)
         self.scale_on_device = self._state[SCALE]
         self._inv_scale = self._state[INVERSE : INVERSE + 1]
         self.found_inf = self._state[FOUND_INF : FOUND_INF + 1] if self.config.check else None

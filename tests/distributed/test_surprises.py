@@ -18,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import amp
-import amp.training.scaler
-from amp.kernels import update_scale
+from amp.kernels import backend, update_scale
 from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.distributed.models import (
     WIDTH,
@@ -363,7 +362,7 @@ def check_numbers_of_optimizers(rank: int) -> None:
 def check_asking_on_one_rank(rank: int) -> None:
     """What one rank alone has asked changes nothing of what it does with the others."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (amp.training.scaler, update_scale):
+        for module in (backend, update_scale):
             patch.setattr(module, "is_on_host", lambda tensor: False)
         model = shard(make())
         fused = FusedSGD(model.parameters(), lr=0.1)
