@@ -17,9 +17,10 @@ Masters become 16-bit weights, and take over what was written to these, in `amp.
 from __future__ import annotations
 
 import operator
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import chain, compress, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -290,16 +291,19 @@ def add_to_masters(pairs: Pairs) -> None:
     An interrupt finds each in exactly one place.
     """
     pairs.check_devices()
+    pairs = pairs.only([grad is not None for grad in map(_grad, pairs.models)])
     changes: list[Callable[[], object]] = []
-    for master, model in zip(pairs.masters, pairs.models, strict=True):
-        if (new := model.grad) is None:
-            continue
-        with torch.set_grad_enabled(new.requires_grad):
-            grad = new.to(torch.float32)
+    for master, grad in zip(pairs.masters, map(_grad, pairs.models), strict=True):
+        new = _in_float32_with_graph(grad) if grad.requires_grad else grad.to(torch.float32)
         is_first = master.grad is None
-        change = partial(setattr, master, "grad", grad) if is_first else _adding(master, grad)
-        changes += [change, partial(setattr, model, "grad", None)]
-    at_once(*changes)
+        changes.append(partial(setattr, master, "grad", new) if is_first else _adding(master, new))
+    removed = map(setattr, pairs.models, repeat("grad"), repeat(None))
+    at_once(*changes, partial(deque, removed, 0))
+
+
+@torch.enable_grad()
+def _in_float32_with_graph(grad: Tensor) -> Tensor:
+    return grad.to(torch.float32)
 
 
 def _adding(parameter: Tensor, grad: Tensor) -> Callable[[], object]:
