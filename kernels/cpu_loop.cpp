@@ -154,15 +154,18 @@ C10_ALWAYS_INLINE static void on_vector(const int64_t *row, int64_t i, int64_t n
     REAMP_BODY
 }
 
-/* A row has the addresses and the size of a tensor, and then what else the body reads. */
-extern "C" void run(const int64_t *row, int64_t tensors, const float *numbers, int threads)
+/* A row has the addresses and the size of a tensor, and then what else the body reads. They are given
+   column by column. */
+extern "C" void run(const int64_t *columns, int64_t tensors, const float *numbers, int threads)
 {
     Floats vectors[REAMP_NUMBERS + 1];  // never of no length
     for (int k = 0; k < REAMP_NUMBERS; k++) vectors[k] = Floats(numbers[k]);
-    for (; tensors > 0; tensors--, row += REAMP_COLUMNS) {
+    for (int64_t i = 0; i < tensors; i++) {
+        int64_t row[REAMP_COLUMNS];
+        for (int k = 0; k < REAMP_COLUMNS; k++) row[k] = columns[k * tensors + i];
         const int64_t size = row[REAMP_STREAMS], tail = size % WIDTH;
         #pragma omp parallel for num_threads(threads) if (size >= REAMP_PARALLEL)
-        for (int64_t i = 0; i < size - tail; i += WIDTH) on_vector(row, i, WIDTH, vectors);
+        for (int64_t first = 0; first < size - tail; first += WIDTH) on_vector(row, first, WIDTH, vectors);
         if (tail) on_vector(row, size - tail, tail, vectors);
     }
 }

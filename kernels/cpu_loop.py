@@ -16,6 +16,7 @@ import ctypes
 import functools
 import itertools
 import operator
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -176,11 +177,12 @@ def plan_loop(
 
 
 def rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Sequence[int]) -> Any:
-    """Return rows for a loop: the addresses of tensors, their size, and a number of each column."""
-    addresses = [[tensors.addresses[i] for i in indices] for tensors in lists]
-    sizes = [lists[0].kind.sizes[i] for i in indices]
-    rows = list(itertools.chain.from_iterable(zip(*addresses, sizes, *columns, strict=True)))
-    return (ctypes.c_int64 * len(rows))(*rows)
+    """Return rows for a loop, column by column: the addresses of tensors, their size, and `columns`."""
+    first = [*[tensors.addresses for tensors in lists], lists[0].kind.sizes]
+    if len(indices) < len(lists[0]):
+        first = [tuple([column[i] for i in indices]) for column in first]
+    numbers = array("q", list(itertools.chain(*first, *columns)))
+    return (ctypes.c_int64 * len(numbers)).from_buffer(numbers)
 
 
 _loops: dict[tuple[Any, ...], Any] = {}

@@ -9,6 +9,7 @@
 
 static Py_ssize_t place = -1;
 static PyTypeObject *tensor_type = nullptr;
+static PyObject *dtypes[static_cast<int>(c10::ScalarType::NumOptions)];  // of Python; null for rare ones
 
 static c10::TensorImpl *impl_of(PyObject *x)
 {
@@ -70,6 +71,11 @@ static PyObject *prepare(PyObject *, PyObject *const *arguments, Py_ssize_t coun
             Py_DECREF(known);
         }
         if (is_here) place = at;
+    }
+    for (Py_ssize_t i = 0; place >= 0 && i < PyList_GET_SIZE(list); i++) {
+        PyObject *x = PyList_GET_ITEM(list, i), *dtype = PyObject_GetAttrString(x, "dtype");
+        if (!dtype) return nullptr;
+        dtypes[static_cast<int>(impl_of(x)->dtype().toScalarType())] = dtype;
     }
     return PyBool_FromLong(place >= 0);
 }
@@ -188,12 +194,115 @@ static PyObject *have_dtype(PyObject *, PyObject *const *arguments, Py_ssize_t c
     });
 }
 
+/* A tuple of the number of elements of each tensor, one of the dtypes, and whether all are contiguous. */
+static PyObject *kind(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    PyObject *sizes = PyTuple_New(n), *of = PyTuple_New(n), *filled = nullptr;
+    if (sizes && of) filled = guarded([&]() -> PyObject * {
+        bool are_contiguous = true;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            PyObject *x = PyList_GET_ITEM(list, i);
+            c10::TensorImpl *impl = impl_of(x);
+            are_contiguous &= impl->is_contiguous();
+            PyObject *size = PyLong_FromLongLong(impl->numel());
+            if (!size) return nullptr;
+            PyTuple_SET_ITEM(sizes, i, size);
+            PyObject *dtype = Py_XNewRef(dtypes[static_cast<int>(impl->dtype().toScalarType())]);
+            if (!dtype) dtype = PyObject_GetAttrString(x, "dtype");
+            if (!dtype) return nullptr;
+            PyTuple_SET_ITEM(of, i, dtype);
+        }
+        return Py_BuildValue("(OOO)", sizes, of, are_contiguous ? Py_True : Py_False);
+    });
+    Py_XDECREF(sizes);
+    Py_XDECREF(of);
+    return filled;
+}
+
+/* Whether lists of tensors go to an operation of the CPU as they are; see host_lists.py. */
+static PyObject *go_together(PyObject *, PyObject *lists)
+{
+    if (!PyList_Check(lists) || !PyList_GET_SIZE(lists)) {
+        PyErr_SetString(PyExc_TypeError, "this is no list of lists");
+        return nullptr;
+    }
+    PyObject *first = PyList_GET_ITEM(lists, 0);
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(lists); k++)
+        if (!are_tensors(PyList_GET_ITEM(lists, k), -1)) return nullptr;
+    return guarded([&] {
+        bool all = PyList_GET_SIZE(first) > 0;
+        for (Py_ssize_t k = 0; all && k < PyList_GET_SIZE(lists); k++) {
+            PyObject *list = PyList_GET_ITEM(lists, k);
+            if (PyList_GET_SIZE(list) != PyList_GET_SIZE(first)) return PyBool_FromLong(false);
+            const auto dtype = impl_of(PyList_GET_ITEM(list, 0))->dtype().toScalarType();
+            all = dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kHalf || dtype == c10::kBFloat16;
+            for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(list); i++) {
+                c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(list, i));
+                all = impl->dtype().toScalarType() == dtype && impl->device().is_cpu()
+                    && impl->layout() == c10::kStrided && impl->mutable_data()
+                    && (!k || impl->sizes() == impl_of(PyList_GET_ITEM(first, i))->sizes());
+            }
+        }
+        return PyBool_FromLong(all);
+    });
+}
+
+/* The address of the number of a tensor `[]` of float32 on the CPU; null, and an error, for others. */
+static float *number_of(PyObject *x)
+{
+    c10::TensorImpl *impl = impl_of(x);
+    if (impl->device().is_cpu() && impl->numel() == 1 && impl->dtype().toScalarType() == c10::kFloat)
+        return static_cast<float *>(impl->mutable_data());
+    PyErr_SetString(PyExc_TypeError, "this is no tensor of one float32 on the CPU");
+    return nullptr;
+}
+
+/* A list of the number that each tensor has. */
+static PyObject *numbers(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(list);
+    PyObject *result = PyList_New(n);
+    PyObject *filled = result ? guarded([&]() -> PyObject * {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            const float *number = number_of(PyList_GET_ITEM(list, i));
+            PyObject *known = number ? PyFloat_FromDouble(*number) : nullptr;
+            if (!known) return nullptr;
+            PyList_SET_ITEM(result, i, known);
+        }
+        return result;
+    }) : nullptr;
+    if (!filled) Py_XDECREF(result);
+    return filled;
+}
+
+/* Arguments: tensors of one number, and a number to add to each. */
+static PyObject *add(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count) || !are_tensors(arguments[0], -1)) return nullptr;
+    const double more = PyFloat_AsDouble(arguments[1]);
+    if (PyErr_Occurred()) return nullptr;
+    return guarded([&]() -> PyObject * {
+        std::vector<float *> all;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[0]); i++) {
+            all.push_back(number_of(PyList_GET_ITEM(arguments[0], i)));
+            if (!all.back()) return nullptr;
+        }
+        for (float *number : all) *number += static_cast<float>(more);
+        return Py_NewRef(Py_None);
+    });
+}
+
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
 static PyMethodDef methods[] = {
     {"prepare", FAST(prepare), nullptr},       {"addresses", addresses, METH_O, nullptr},
     {"versions", versions, METH_O, nullptr},   {"have_grads", FAST(have_grads), nullptr},
     {"train", FAST(train), nullptr},           {"are_together", FAST(are_together), nullptr},
     {"have_dtype", FAST(have_dtype), nullptr}, {"clear_grads", clear_grads, METH_O, nullptr},
+    {"kind", kind, METH_O, nullptr},           {"go_together", go_together, METH_O, nullptr},
+    {"numbers", numbers, METH_O, nullptr},     {"add", FAST(add), nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

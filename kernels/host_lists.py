@@ -32,6 +32,7 @@ _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
 _trains = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
+FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 _LIB = Path(torch.__file__).parent / "lib"
 _IS_NEW_ABI = int(getattr(torch._C, "_GLIBCXX_USE_CXX11_ABI", True))  # before torch 2.7 it may be False
@@ -80,6 +81,41 @@ class InPython:
         """Whether each tensor has the dtype of the one in the other list."""
         return {like[0].dtype}.issuperset(map(_dtype, tensors))
 
+    @staticmethod
+    def kind(tensors: list[Tensor]) -> tuple[tuple[int, ...], tuple[torch.dtype, ...], bool]:
+        """Return each tensor's number of elements, its dtype, and whether all are contiguous."""
+        are_contiguous = all(map(Tensor.is_contiguous, tensors))
+        return tuple(map(Tensor.numel, tensors)), tuple(map(_dtype, tensors)), are_contiguous
+
+    @staticmethod
+    def go_together(lists: list[list[Tensor]]) -> bool:
+        """Whether lists go to an operation of torch on the CPU as they are.
+
+        All tensors are there, strided and with memory, each list has one floating-point dtype, and the
+        i-th tensors of all lists have one shape.
+        """
+        shapes = [tensor.shape for tensor in lists[0]]
+        return bool(shapes) and all(
+            len(of := set(map(_dtype, tensors))) == 1
+            and of <= FLOATS
+            and all(map(_is_strided_on_cpu, tensors))
+            and all(InPython.addresses(tensors))
+            and [tensor.shape for tensor in tensors] == shapes
+            for tensors in lists
+        )
+
+    @staticmethod
+    def numbers(tensors: list[Tensor]) -> list[float]:
+        """Return the numbers of tensors, float32 `[]` each, on the CPU."""
+        return torch.stack(tensors).tolist()
+
+    add = staticmethod(torch._foreach_add_)
+    """Adds a number to each tensor, float32 `[]`, on the CPU. No interrupt comes in between."""
+
+
+def _is_strided_on_cpu(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided
+
 
 lists: Any = InPython
 _has_begun = False
@@ -124,9 +160,10 @@ def _use(module: Any) -> None:
     """Use a loaded module if it reads tensors rightly."""
     global lists
     whole, leaf = torch.empty(3, device="cpu"), torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
-    tensors: list[Any] = [whole, leaf, whole[1:], leaf.detach().half()]
+    others = [leaf.detach().to(dtype) for dtype in (*FLOATS, torch.int8, torch.int16)]
+    tensors: list[Any] = [whole, leaf, whole[1:], *others]
     if module.prepare(torch._C.TensorBase, tensors) and all(
         getattr(module, name)(tensors) == getattr(InPython, name)(tensors)
-        for name in ("addresses", "versions")
+        for name in ("addresses", "versions", "kind")
     ):
         lists = module

@@ -19,7 +19,6 @@ pinned memory that is kept for good, so each replay restores the tables that it 
 from __future__ import annotations
 
 import functools
-import operator
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -30,12 +29,12 @@ from torch import Tensor
 
 from amp.kernels import host_lists
 from amp.kernels.backend import uses_triton
+from amp.kernels.host_lists import FLOATS
 from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
 from amp.kernels.tensor_lists import TensorList, dense, has_own_values
 
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_TAKEN = _FLOATS | {torch.int8, torch.int16}  # low halves and moments; see amp.kernels.packing
+_TAKEN = FLOATS | {torch.int8, torch.int16}  # low halves and moments; see amp.kernels.packing
 _CACHE_SIZE = 64
 _uploaded_in_graphs: list[Tensor] = []
 """Pinned tables that the replays of CUDA graphs upload again."""
@@ -138,11 +137,7 @@ def _places(*key: object) -> deque[tuple[list[tuple[int, ...]], Plan]]:
     return deque(maxlen=_PLACES)
 
 
-_CPU, _STRIDED = torch.device("cpu"), torch.strided
-_device = operator.attrgetter("device")
-_dtype = operator.attrgetter("dtype")
-_layout = operator.attrgetter("layout")
-_shape = operator.attrgetter("shape")
+_CPU = torch.device("cpu")
 
 
 def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None) -> bool:
@@ -151,17 +146,10 @@ def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None)
     Each list has one floating-point dtype, and tensors with values, dense and of plain classes; all
     have the shapes of the first. `plan` looks at all others, and says what is wrong.
     """
-    every = list(chain.from_iterable(lists))
-    if set(map(_device, every)) != {_CPU} or uses_triton(_CPU, backend):
+    types = set(map(type, chain.from_iterable(lists)))
+    if torch.compiler.is_compiling() or not all(map(has_own_values, types)):
         return False
-    if torch.compiler.is_compiling() or not all(map(has_own_values, set(map(type, every)))):
-        return False
-    if set(map(_layout, every)) != {_STRIDED}:
-        return False
-    if not (set(map(_dtype, every)) <= _FLOATS and all(host_lists.lists.addresses(every))):
-        return False
-    shapes = list(map(_shape, lists[0]))
-    return all(list(map(_shape, x)) == shapes and len(set(map(_dtype, x))) == 1 for x in lists)
+    return host_lists.lists.go_together(list(map(list, lists))) and not uses_triton(_CPU, backend)
 
 
 def plan(

@@ -7,7 +7,6 @@ whole tensors by foreach operations.
 """
 
 import functools
-import itertools
 import math
 import operator
 from collections import defaultdict
@@ -18,8 +17,10 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from amp.kernels import host_lists
 from amp.kernels.cpu_loop import Update, plan_loop
 from amp.kernels.foreach import TensorGroup, by_dtypes, norms_of, on_each
+from amp.kernels.host_lists import InPython
 from amp.kernels.interrupts import Change, Changes, at_once, without_grad
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
@@ -58,22 +59,22 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
     are_whole = rule.direction is not None and of_tensor is None  # a norm needs the whole tensor
     formula = rule.plain_update or plain(rule.update)
     scale = _scale_of(arguments)
-    own: list[Any] = [None] * len(steps) if of_tensor is None else of_tensor.tolist()
+    own: list[Any] = [] if of_tensor is None else of_tensor.tolist()
     if len(own) > len(steps):
         own = list(zip(own[: len(steps)], own[len(steps) :], strict=True))
-    counted = [steps[i] for i in itertools.chain.from_iterable(groups)]
-    changes.add(functools.partial(torch._foreach_add_, counted, 1.0))
     for group in groups:
         numbers = _numbers_for(arguments, group)
         on_cpu = is_on_cpu(lists["param"][group[0]])
-        for t, same in _alike(steps, group, own if on_cpu else None):
+        add = host_lists.lists.add if on_cpu else torch._foreach_add_
+        changes.add(functools.partial(add, [steps[i] for i in group], 1.0))
+        for t, same in _alike(steps, group, own if on_cpu else ()):
             if t > EXACT:  # where 1 is not enough
                 changes.add(functools.partial(torch._foreach_maximum_, [steps[i] for i in same], t))
             if rule.at is None:
                 prepared = plain(rule.prepare)(numbers, t, None, 0)
             else:
                 at = functools.cache(functools.partial(rule.at, numbers, t))
-                prepared = _together([at(own[i]) for i in same])
+                prepared = _together([at(own[i]) for i in same] if own else [at(None)])
             own_bits = None
             if origins is not None:
                 own_bits = keys_of([origin.seed for origin in origins], t), origins
@@ -88,17 +89,19 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
 
 
 def _alike(
-    steps: Sequence[Tensor], group: Sequence[int], own: Sequence[Any] | None = None
+    steps: Sequence[Tensor], group: Sequence[int], own: Sequence[Any] = ()
 ) -> Iterator[tuple[float, list[int]]]:
     """Yield the numbers of the next steps, and the tensors of a group that take this one.
 
     Those with other numbers of their `own` come apart.
     """
     alike: defaultdict[Any, list[int]] = defaultdict(list)
-    for i, t in zip(group, torch.stack([steps[i] for i in group]).tolist(), strict=True):
-        alike[t + 1 if t < EXACT else after_one(t), own and own[i]].append(i)
+    of_group = [steps[i] for i in group]
+    numbers = host_lists.lists.numbers if is_on_cpu(of_group[0]) else InPython.numbers
+    for i, t in zip(group, numbers(of_group), strict=True):
+        alike[t, own[i] if own else None].append(i)
     for (t, _), same in alike.items():
-        yield t, same
+        yield t + 1 if t < EXACT else after_one(t), same
 
 
 def _together(prepared: Sequence[Prepared]) -> Sequence[Any]:

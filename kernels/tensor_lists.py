@@ -115,8 +115,9 @@ class TensorList(list[Tensor]):
     @cached_property
     def device(self) -> torch.device | None:
         """The device of all of them; None if there are several."""
-        devices = {tensor.device for tensor in self}
-        return devices.pop() if len(devices) == 1 else None
+        first = self[:1]
+        is_one = first and host_lists.lists.are_together(self, first * len(self))
+        return first[0].device if is_one else None
 
     @cached_property
     def kind(self) -> Kind:
@@ -126,11 +127,9 @@ class TensorList(list[Tensor]):
             RuntimeError: a tensor is sparse.
         """
         _ = self.addresses  # query both at the same moment
-        sizes = tuple(map(Tensor.numel, self))
-        dtypes = tuple([tensor.dtype for tensor in self])
-        orders = None
-        if not all(map(Tensor.is_contiguous, self)):
-            orders = tuple([(tensor.shape, tensor.stride()) for tensor in self])
+        sizes, dtypes, are_contiguous = host_lists.lists.kind(self)
+        shapes = () if are_contiguous else tuple([(each.shape, each.stride()) for each in self])
+        orders = shapes or None
         like = None if self._like is None else self._like.kind
         self._like = None  # it may hold parameters, which a list of gradients must not
         if like is not None and (like.sizes, like.dtypes, like.orders) == (sizes, dtypes, orders):

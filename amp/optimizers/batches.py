@@ -1,20 +1,16 @@
 """Batches of an optimizer's parameters, each for one call of `amp.kernels.stepping.step`."""
 
-import operator
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
-from amp.kernels import host_lists
 from amp.kernels.rule import Origin
-from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, are_same, local
+from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, local
 from amp.names import bare_names
 
 
@@ -44,10 +40,7 @@ class Batch:
     names: list[str]
     entries: list[int | None]
     checked: list[Any] = field(default_factory=list)
-    _references: list[weakref.ref[Tensor]] = field(default_factory=list)
     _origins: dict[int, list[Origin]] = field(default_factory=dict)  # of the last seed
-    _known: list[tuple[Any, ...]] = field(default_factory=list)
-    """What `own_lists` returned last: weak references to the tensors; addresses, kinds and devices."""
 
     def origins(self, seed: int) -> list[Origin]:
         """Return where the random bits of each parameter begin, from the group's seed and its name.
@@ -80,26 +73,12 @@ class Batch:
             masters, grads, models = [x.at(self.positions) for x in (masters, grads, models)]
         if inputs.lows is None:
             return {"params": masters, "grads": grads, "models": models}
-        return {"params": models, "grads": grads, "lows": [inputs.lows[i] for i in self.positions]}
+        lows = self.shards([inputs.lows[i] for i in self.positions])
+        return {"params": models, "grads": grads, "lows": lows}
 
-    def own_lists(self, lists: Sequence[Sequence[Tensor]]) -> list[TensorList]:
-        """Return lists of tensors that belong to the optimizer alone, such as its state.
-
-        They are as in the last step if the tensors are the same objects at the same addresses.
-        """
-        tensors = list(chain.from_iterable(lists))
-        if self.cut.groups:
-            lists = [list(map(local, tensors)) for tensors in lists]
-        result = list(map(TensorList, lists))
-        if are_same(tensors, list(map(operator.call, self._references))):
-            for shown, (addresses, kind, device) in zip(result, self._known, strict=True):
-                shown.addresses = host_lists.lists.addresses(shown)
-                if shown.addresses == addresses:
-                    shown.kind, shown.device = kind, device
-        else:
-            self._references = list(map(weakref.ref, tensors))
-        self._known = [(shown.addresses, shown.kind, shown.device) for shown in result]
-        return result
+    def shards(self, tensors: Sequence[Tensor]) -> TensorList:
+        """Return tensors that belong to the optimizer, of DTensors the shards that this rank holds."""
+        return TensorList(list(map(local, tensors)) if self.cut.groups else tensors)
 
 
 def kinds_of(lists: Sequence[TensorList]) -> list[Any]:

@@ -58,11 +58,7 @@ def _look_at(
     names = (*optimizer._kept(optimizer.param_groups[batch.index]), "step")
     try:
         own = [entries[i] for i in batch.entries]  # type: ignore[index]
-        columns = [list(map(itemgetter(name), own)) for name in names]
-        if "lows" in lists:
-            lists["lows"], *state = batch.own_lists([lists["lows"], *columns])
-        else:
-            state = batch.own_lists(columns)
+        state = [batch.shards(list(map(itemgetter(name), own))) for name in names]
     except (KeyError, TypeError, AttributeError, RuntimeError):  # not all of it is there, or is usable
         state = None
     kinds = [] if state is None else kinds_of([*lists.values(), *state])

@@ -120,6 +120,55 @@ def test_flags_dtypes_and_devices(way: Any) -> None:
     assert not way.are_together(some, some[::-1])
 
 
+def test_kinds(way: Any) -> None:
+    some = tensors()
+    sizes, dtypes = tuple([x.numel() for x in some]), tuple([x.dtype for x in some])
+    assert way.kind(some) == (sizes, dtypes, False)
+    assert way.kind([x for x in some if x.is_contiguous()])[2]
+    assert way.kind([]) == ((), (), True)
+    rare = [torch.ones(2, dtype=torch.uint16), torch.ones(3).to(torch.float8_e5m2)]
+    assert way.kind(rare) == ((2, 3), (torch.uint16, torch.float8_e5m2), True)
+    odd = [torch.ones(2).to_sparse(), torch.ones(2, device="meta")]
+    assert way.kind(odd) == ((2, 2), (torch.float32,) * 2, all(x.is_contiguous() for x in odd))
+
+
+def test_lists_that_go_to_an_operation_as_they_are(way: Any) -> None:
+    some = [torch.ones(2, 3), torch.ones(3, 2).t(), torch.ones(())]
+    low = [x.half() for x in some]
+    assert way.go_together([some])
+    assert way.go_together([some, low, [x.double() for x in some]])
+    assert not way.go_together([[*some, torch.ones(2).half()]])
+    assert not way.go_together([some, [*low[:2], torch.ones(1).half()]])
+    for odd in (
+        torch.ones(0),
+        torch.ones(2, device="meta"),
+        torch.ones(2).to_sparse(),
+        torch.ones(2, dtype=torch.int32),
+        torch.ones(2, dtype=torch.complex64),
+    ):
+        assert not way.go_together([[odd]])
+        assert not way.go_together([[*some, odd]])
+    assert not way.go_together([[]])
+    assert not way.go_together([some, some[:2]])
+
+
+def test_numbers(way: Any) -> None:
+    some = [torch.tensor(float(i)) for i in (3, 2**24 - 1, 0)]
+    assert way.numbers(some) == [3.0, 2.0**24 - 1, 0.0]
+    way.add(some, 1.0)
+    assert way.numbers(some) == [4.0, 2.0**24, 1.0]
+    assert [x.item() for x in some] == [4.0, 2.0**24, 1.0]
+
+
+def test_numbers_of_others_are_refused(in_cpp: Any) -> None:
+    right = torch.tensor(1.0)
+    for wrong in (torch.tensor(1), torch.ones(2), torch.tensor(1.0, device="meta"), right.double()):
+        for function, more in ((in_cpp.numbers, ()), (in_cpp.add, (1.0,))):
+            with pytest.raises(TypeError, match="one float32"):
+                function([right, wrong], *more)
+    assert right == 1.0
+
+
 def test_what_has_neither_version_nor_address_raises(way: Any) -> None:
     with torch.inference_mode():
         made = torch.ones(2)
@@ -152,6 +201,12 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.addresses, (wrong,)),
         (in_cpp.versions, (wrong,)),
         (in_cpp.clear_grads, (wrong,)),
+        (in_cpp.kind, (wrong,)),
+        (in_cpp.numbers, (wrong,)),
+        (in_cpp.add, (wrong, 1.0)),
+        (in_cpp.add, ([torch.tensor(1.0)], "1")),
+        (in_cpp.go_together, (wrong,)),
+        (in_cpp.go_together, ([[torch.ones(1)], wrong],)),
         (in_cpp.have_grads, (wrong, [None])),
         (in_cpp.train, (wrong, [True])),
         (in_cpp.are_together, (wrong, wrong)),
@@ -160,6 +215,7 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.have_grads, ([torch.ones(1)],)),
         (in_cpp.train, ([torch.ones(1)], [True, False])),
         (in_cpp.are_together, ([torch.ones(1)], [])),
+        (in_cpp.go_together, ([],)),
     ):
         with pytest.raises(TypeError):
             function(*arguments)
