@@ -5,6 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <ATen/core/TensorBase.h>
+#include <utility>
 #include <vector>
 
 static Py_ssize_t place = -1;
@@ -38,6 +39,11 @@ static bool are_two(Py_ssize_t count)
 {
     if (count != 2) PyErr_SetString(PyExc_TypeError, "this takes two arguments");
     return count == 2;
+}
+
+static bool is_float(c10::ScalarType dtype)
+{
+    return dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kHalf || dtype == c10::kBFloat16;
 }
 
 /* Calls a function, and turns an exception of torch into one of Python. */
@@ -130,6 +136,35 @@ static PyObject *have_grads(PyObject *, PyObject *const *arguments, Py_ssize_t c
             all = grad == Py_None ? !own.defined() : own.defined() && own.unsafeGetTensorImpl() == impl_of(grad);
         }
         return PyBool_FromLong(all);
+    });
+}
+
+/* Arguments: tensors and gradients, or None. Sets the `.grad` of each; returns whether it has. It sets
+   none if one is not in the shape, on the device and in the dtype of its tensor, or FP32. The earlier
+   gradients go last: their end may run code of Python. */
+static PyObject *set_grads(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count) || !are_tensors(arguments[0], -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
+    if (!are_tensors(arguments[1], n, true)) return nullptr;
+    std::vector<at::TensorBase> grads(n);
+    return guarded([&] {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            PyObject *grad = PyList_GET_ITEM(arguments[1], i);
+            if (grad == Py_None) continue;
+            c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(arguments[0], i)), *own = impl_of(grad);
+            const bool fits = impl != own && impl->layout() == c10::kStrided && own->layout() == c10::kStrided
+                && impl->device() == own->device() && impl->sizes() == own->sizes()
+                && (own->dtype() == impl->dtype() || own->dtype().toScalarType() == c10::kFloat);
+            if (!fits) return PyBool_FromLong(false);
+            grads[i] = at::TensorBase(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(own));
+        }
+        for (Py_ssize_t i = 0; i < n; i++) {
+            c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(arguments[0], i));
+            if (grads[i].defined() || reinterpret_cast<const at::TensorBase &>(impl->grad()).defined())
+                std::swap(grads[i], reinterpret_cast<at::TensorBase &>(impl->mutable_grad()));
+        }
+        return PyBool_FromLong(true);
     });
 }
 
@@ -237,13 +272,27 @@ static PyObject *go_together(PyObject *, PyObject *lists)
             PyObject *list = PyList_GET_ITEM(lists, k);
             if (PyList_GET_SIZE(list) != PyList_GET_SIZE(first)) return PyBool_FromLong(false);
             const auto dtype = impl_of(PyList_GET_ITEM(list, 0))->dtype().toScalarType();
-            all = dtype == c10::kFloat || dtype == c10::kDouble || dtype == c10::kHalf || dtype == c10::kBFloat16;
+            all = is_float(dtype);
             for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(list); i++) {
                 c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(list, i));
                 all = impl->dtype().toScalarType() == dtype && impl->device().is_cpu()
                     && impl->layout() == c10::kStrided && impl->mutable_data()
                     && (!k || impl->sizes() == impl_of(PyList_GET_ITEM(first, i))->sizes());
             }
+        }
+        return PyBool_FromLong(all);
+    });
+}
+
+/* Whether all tensors are strided, and of float16, bfloat16, float32 or float64. */
+static PyObject *are_floats(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    return guarded([&] {
+        bool all = true;
+        for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(list); i++) {
+            c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(list, i));
+            all = impl->layout() == c10::kStrided && is_float(impl->dtype().toScalarType());
         }
         return PyBool_FromLong(all);
     });
@@ -301,6 +350,7 @@ static PyMethodDef methods[] = {
     {"versions", versions, METH_O, nullptr},   {"have_grads", FAST(have_grads), nullptr},
     {"train", FAST(train), nullptr},           {"are_together", FAST(are_together), nullptr},
     {"have_dtype", FAST(have_dtype), nullptr}, {"clear_grads", clear_grads, METH_O, nullptr},
+    {"set_grads", FAST(set_grads), nullptr},   {"are_floats", are_floats, METH_O, nullptr},
     {"kind", kind, METH_O, nullptr},           {"go_together", go_together, METH_O, nullptr},
     {"numbers", numbers, METH_O, nullptr},     {"add", FAST(add), nullptr},
     {nullptr, nullptr, 0, nullptr},

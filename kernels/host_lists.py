@@ -30,8 +30,10 @@ logger = logging.getLogger("amp")
 _device = operator.attrgetter("device")
 _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
+_layout = operator.attrgetter("layout")
 _trains = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
+_STRIDED = frozenset((torch.strided,))
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 
 _LIB = Path(torch.__file__).parent / "lib"
@@ -65,6 +67,16 @@ class InPython:
         """Set the `.grad` of each tensor to None."""
         for tensor in tensors:
             tensor.grad = None
+
+    @staticmethod
+    def set_grads(tensors: list[Tensor], grads: list[Tensor | None]) -> bool:
+        """Set the `.grad` of each tensor; return whether that was done.
+
+        C++ looks at no tensor's `grad_dtype`, and leaves what it does not take to Python.
+        """
+        for tensor, grad in zip(tensors, grads, strict=True):
+            tensor.grad = grad
+        return True
 
     @staticmethod
     def train(tensors: list[Tensor], flags: list[bool]) -> bool:
@@ -103,6 +115,11 @@ class InPython:
             and [tensor.shape for tensor in tensors] == shapes
             for tensors in lists
         )
+
+    @staticmethod
+    def are_floats(tensors: list[Tensor]) -> bool:
+        """Whether all tensors are strided, and of a floating-point dtype that kernels take."""
+        return FLOATS.issuperset(map(_dtype, tensors)) and _STRIDED.issuperset(map(_layout, tensors))
 
     @staticmethod
     def numbers(tensors: list[Tensor]) -> list[float]:

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import math
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -128,7 +129,7 @@ class Single(float):
 
 def singles(numbers: Sequence[float]) -> list[Single]:
     """Return numbers, each rounded to float32."""
-    return list(map(Single, torch.tensor(numbers, dtype=torch.float32, device="cpu").tolist()))
+    return list(map(Single, array("f", numbers)))
 
 
 def _rounded(operation: Callable[..., Any]) -> Callable[..., Any]:

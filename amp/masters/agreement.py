@@ -42,6 +42,7 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 
 _grad = operator.attrgetter("grad")
 _dtype = operator.attrgetter("dtype")
+_grad_dtype = operator.attrgetter("grad_dtype")
 
 
 def called_by_shape(parameter: Tensor) -> str:
@@ -286,13 +287,11 @@ class Pairs:
             pair.grad = grad
         if not HAS_GRAD_DTYPE:
             return
-        try:
-            for model, grad in zip(self.models, grads, strict=True):
-                model.grad = grad
-        except RuntimeError:  # `torch.utils.swap_tensors` has made parameters that do not know of it
+        if any(map(_grad_dtype, self.models)):  # `torch.utils.swap_tensors` has made others
             store_grads(self.models)
             for model in self.models:
                 model.grad_dtype = None
+        if not host_lists.lists.set_grads(self.models, grads):
             store_grads(self.models, grads)
 
     def forget_grads(self) -> None:

@@ -1,7 +1,5 @@
 """Read and set the gradients of many tensors."""
 
-import itertools
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +18,8 @@ def grads_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
 
 def have_grads(tensors: Iterable[Tensor]) -> bool:
     """Whether any tensor has a gradient."""
-    return any(map(operator.is_not, map(_GRAD.__get__, tensors), itertools.repeat(None)))
+    every = list(tensors)
+    return not host_lists.lists.have_grads(every, [None] * len(every))
 
 
 def store_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None] | None = None) -> None:
@@ -28,5 +27,6 @@ def store_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None] | None
     if grads is None:
         host_lists.lists.clear_grads(list(tensors))
         return
-    for tensor, grad in zip(tensors, grads, strict=True):
-        tensor.grad = grad
+    both = list(tensors), list(grads)
+    if not host_lists.lists.set_grads(*both):
+        host_lists.InPython.set_grads(*both)

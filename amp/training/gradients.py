@@ -49,8 +49,8 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain, repeat
-from operator import is_, is_not
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -131,7 +131,7 @@ class Groups:
 
     def have_grads(self) -> bool:
         """Whether there is a gradient for a step."""
-        return any(map(is_not, map(_grad, self.stepped), repeat(None)))
+        return not host_lists.lists.have_grads(self.stepped, [None] * len(self.stepped))
 
 
 class State(enum.Enum):

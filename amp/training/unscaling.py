@@ -20,7 +20,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from itertools import chain, compress, repeat
+from itertools import compress, repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from torch import Tensor
 from amp.distributed import shard_like
 from amp.dtypes import SCALABLE
 from amp.errors import AmpTypeError
+from amp.kernels import host_lists
 from amp.kernels.interrupts import at_once, without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, has_own_values, local
 from amp.lazy import kernels
@@ -41,10 +42,7 @@ if TYPE_CHECKING:
     from amp.training.recorder import Names
     from amp.training.scaler import LossScaler
 
-_dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
-_layout = operator.attrgetter("layout")
-_needs_graph = operator.attrgetter("requires_grad")
 _NONE = TensorList([])
 
 
@@ -131,11 +129,8 @@ class NewGradients(NamedTuple):
             grads = list(compress(grads, there))
             if not groups.are_plain:
                 grads = list(map(local, grads))
-            are_dense = (
-                all(map(has_own_values, set(map(type, grads))))
-                and SCALABLE.issuperset(map(_dtype, grads))
-                and {torch.strided}.issuperset(map(_layout, grads))
-            )
+            have_values = all(map(has_own_values, set(map(type, grads))))
+            are_dense = have_values and host_lists.lists.are_floats(grads)
             holders = parameters if all(there) else list(compress(parameters, there))
             new = TensorList(grads, like=like) if grads else _NONE
             sides.append((there, Found(holders, new, are_dense)))
@@ -144,7 +139,8 @@ class NewGradients(NamedTuple):
         if not all(there):
             pairs = pairs.only(there)
             of_masters = of_masters._replace(parameters=pairs.models)  # the same list each time
-        have_graphs = groups.are_plain and any(map(_needs_graph, chain(of_masters.grads, own.grads)))
+        grads = [*of_masters.grads, *own.grads]
+        have_graphs = groups.are_plain and not host_lists.lists.train(grads, [False] * len(grads))
         return cls(pairs, of_masters, own, have_graphs)
 
     def check(self, check: ParameterCheck) -> None:

@@ -92,6 +92,37 @@ def test_gradients(way: Any) -> None:
     assert way.have_grads([], [])
 
 
+def test_gradients_are_set(way: Any) -> None:
+    some = [nn.Parameter(torch.randn(3).to(dtype)) for dtype in (torch.float32, torch.float16)]
+    some[1].grad_dtype = None
+    grads = [torch.randn(3), torch.randn(3)]
+    assert way.set_grads(some, grads)
+    assert all(x.grad is grad for x, grad in zip(some, grads, strict=True))
+    weak, kept = weakref.ref(grads.pop(0)), some[1].grad
+    assert way.set_grads(some, [None, kept])
+    assert weak() is None
+    assert some[0].grad is None
+    assert some[1].grad is kept
+    (some[1] * 2).sum().backward()  # it is one that backward adds to
+    assert some[1].grad is kept
+    assert way.set_grads([], [])
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [torch.ones(4), torch.ones(1, 3), torch.ones(3, device="meta"), torch.ones(3).double()],
+    ids=["size", "shape", "device", "dtype"],
+)
+def test_a_gradient_that_does_not_fit_is_left_to_python(in_cpp: Any, grad: Tensor) -> None:
+    some = [nn.Parameter(torch.randn(3)) for _ in range(2)]
+    first = torch.ones(3)
+    assert not in_cpp.set_grads(some, [first, grad])
+    assert [x.grad for x in some] == [None, None]
+    with pytest.raises(RuntimeError):
+        InPython.set_grads(some, [first, grad])
+    assert not in_cpp.set_grads(some, [first, some[1]])  # no tensor is its own gradient
+
+
 def test_the_end_of_a_gradient_may_change_the_list(way: Any) -> None:
     class Grad(Tensor):
         def __del__(self) -> None:
@@ -152,6 +183,15 @@ def test_lists_that_go_to_an_operation_as_they_are(way: Any) -> None:
     assert not way.go_together([some, some[:2]])
 
 
+def test_floats(way: Any) -> None:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+    some = [torch.ones(3, 2, dtype=dtype).t() for dtype in dtypes]
+    assert way.are_floats([*some, torch.ones(2, device="meta")])
+    assert way.are_floats([])
+    for odd in (torch.ones(2).to_sparse(), torch.ones(2).int(), torch.ones(2, dtype=torch.complex64)):
+        assert not way.are_floats([*some, odd])
+
+
 def test_numbers(way: Any) -> None:
     some = [torch.tensor(float(i)) for i in (3, 2**24 - 1, 0)]
     assert way.numbers(some) == [3.0, 2.0**24 - 1, 0.0]
@@ -202,6 +242,10 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.versions, (wrong,)),
         (in_cpp.clear_grads, (wrong,)),
         (in_cpp.kind, (wrong,)),
+        (in_cpp.are_floats, (wrong,)),
+        (in_cpp.set_grads, (wrong, [None])),
+        (in_cpp.set_grads, ([torch.ones(1)], [])),
+        (in_cpp.set_grads, ([torch.ones(1)], [3])),
         (in_cpp.numbers, (wrong,)),
         (in_cpp.add, (wrong, 1.0)),
         (in_cpp.add, ([torch.tensor(1.0)], "1")),
