@@ -117,9 +117,8 @@ def pack_moments(entry: dict[str, Any], parameter: Tensor, like: Tensor | None =
         both = [local(entry[name]) for name in _BOTH]
         shape = both[0] if like is None else local(like)
         words = torch.empty_like(shape, dtype=torch.int16, requires_grad=False)
-        for part, *values in slices(words, *both):
-            m, v = [x.to(part.device, torch.float32) for x in values]
-            part.copy_(kernels.packing.pack(m, v, kernels.packing.TO_NEAREST))
+        for part, *values in slices(words, *both):  # which may come from another device
+            kernels.moments.pack(*[[x.to(part.device)] for x in values], [part])
         _replace(entry, _BOTH, {PACKED: shard_like(words, parameter)})
 
 
@@ -128,9 +127,7 @@ def unpack_moments(entry: dict[str, Any], parameter: Tensor, dtype: torch.dtype)
     if PACKED in entry:
         words = local(entry[PACKED])
         both = [torch.empty_like(words, dtype=dtype) for _ in _BOTH]
-        for part, *targets in slices(words, *both):
-            for target, values in zip(targets, kernels.packing.unpack(part.int()), strict=True):
-                target.copy_(values)
+        kernels.moments.unpack([words], *[[x] for x in both])
         moments = {name: shard_like(x, parameter) for name, x in zip(_BOTH, both, strict=True)}
         _replace(entry, [PACKED], moments)
 

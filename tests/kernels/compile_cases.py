@@ -20,6 +20,7 @@ from amp.kernels import (
     lamb,
     lion,
     master_copy,
+    moments,
     novograd,
     sgd,
     split,
@@ -190,6 +191,11 @@ for weight, low in ((F16, tl.int16), (BF16, tl.int16), (F16, F16), (BF16, tl.int
     CASES[f"join {weight} {low}"] = Case(split.join_kernel, constants, [2, SIZE[low]], [4])
     constants = {"DTYPES": (F32, weight, low), "BLOCK": split.BLOCK}
     CASES[f"split {weight} {low}"] = Case(split.split_kernel, constants, [4], [2, SIZE[low]])
+for moment in (BF16, F32):
+    constants = {"DTYPES": (moment, moment, tl.int16), "BLOCK": moments.BLOCK}
+    CASES[f"pack {moment}"] = Case(moments.pack_kernel, constants, [SIZE[moment]] * 2, [2])
+    constants = {"DTYPES": (tl.int16, moment, moment), "BLOCK": moments.BLOCK}
+    CASES[f"unpack {moment}"] = Case(moments.unpack_kernel, constants, [2], [SIZE[moment]] * 2)
 CASES["l2norm finish"] = Case(l2norm.norms_kernel, {"COLUMNS": 3, "BLOCK": l2norm.FINISH_BLOCK})
 CASES["update_scale"] = Case(update_scale.update_kernel, {"RESET_EACH_STEP": True})
 

@@ -21,6 +21,7 @@ FILES = {
     "operations": {
         "kernels/test_fp4_tiles.py": 25,
         "kernels/test_merge.py": 25,
+        "kernels/test_moments.py": 6,
         "kernels/test_operations.py": 100,
         "kernels/test_quantize.py": 70,
         "kernels/test_special_values.py": 6,

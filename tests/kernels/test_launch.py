@@ -22,6 +22,7 @@ from amp.kernels import (
     language,
     launch_plans,
     master_copy,
+    moments,
     quantize,
     quantize_fp4,
     quantize_tiles,
@@ -50,6 +51,8 @@ KERNELS = (
     l2norm.squares_kernel,
     master_copy.copy_kernel,
     master_copy.merge_kernel,
+    moments.pack_kernel,
+    moments.unpack_kernel,
     split.join_kernel,
     split.split_kernel,
     stepping.step_kernel,
@@ -193,6 +196,8 @@ def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]
             lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
             split.split(floats, halves, lows)
             split.join(halves, lows, floats)
+            moments.pack(floats, floats, lows)
+            moments.unpack(lows, floats, floats)
     lists = [kernel.__name__ for kernel in KERNELS if kernel is not update_scale.update_kernel]
     assert variants == dict.fromkeys(lists, 1)
 
