@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from amp import active, arguments, dcp
+from amp.casting import hints
 from amp.casting.memory_checks import check_masters, check_memory, named_tensors
 from amp.casting.sharded import fsdp1_groups, reshard
 from amp.dtypes import LOW_PRECISION
@@ -118,6 +119,8 @@ class Setup:
             over_casts.install(averages.PATCHES)
         if properties.master_weights and dcp.is_in_use():
             patches.install(dcp.PATCHES)
+        if properties.has_half or properties.patch_torch_functions:
+            patches.install(hints.PATCHES)
         if not session.is_plain:
             self._undo.callback(unattached.forget)
             unattached.watch()

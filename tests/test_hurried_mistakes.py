@@ -667,6 +667,32 @@ def test_an_error_about_dtypes_in_the_forward_has_a_note(
         amp.get_session().close()
 
 
+@pytest.mark.parametrize(
+    ("levels", "function", "text"),
+    [
+        ("O2 O3 O5", lambda model: nn.init.orthogonal_(model.layer.weight), "Call it before amp.init"),
+        ("O2 O5", lambda model: torch.linalg.svd(model.layer.weight), NO_KERNEL),
+        ("O5", lambda model: model.layer.weight.detach().numpy(), "NumPy has no bfloat16.*x.float()"),
+        ("O4", lambda model: model(X).detach().numpy(), "NumPy has no bfloat16.*x.float()"),
+        ("O5", lambda model: model.layer.weight.reshape(5, 5), None),
+    ],
+)
+def test_an_error_about_dtypes_that_ends_the_script_has_a_note(
+    levels: str, function: Any, text: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show = sys.excepthook
+    for level in levels.split():
+        model = amp.initialize(Forward(torch.relu), opt_level=level, verbosity=0)
+        with pytest.raises((RuntimeError, TypeError)) as caught:
+            function(model)
+        sys.excepthook(caught.type, caught.value, caught.tb)
+        shown = capsys.readouterr().err
+        assert str(caught.value) in shown
+        assert "amp: " not in shown if text is None else re.search(text, shown), level
+        amp.get_session().close()
+        assert sys.excepthook is show
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 def test_another_error_in_the_forward_has_none(level: str) -> None:
     model = amp.initialize(Forward(lambda y: y.reshape(5, 5)), opt_level=level, verbosity=0)

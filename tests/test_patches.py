@@ -27,7 +27,7 @@ from torch import nn
 
 import amp
 from amp import dcp
-from amp.casting import region_patches
+from amp.casting import hints, region_patches
 from amp.masters import averages
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import clipping, hidden_gradients, misuse, synchronization
@@ -39,6 +39,7 @@ OTHERS = (sys, builtins, *map(importlib.import_module, ("copy", "pickle", "threa
 LIMITS = {"O0": 0, "O1": 16, "O2": 14, "O3": 14, "O4": 14, "O5": 14, "O6": 14, "O7": 14}
 """Besides the functions of the op tables, which O1, O4 and O6 are for."""
 PATCHES = [
+    *hints.PATCHES,
     *region_patches.PATCHES,
     *averages.PATCHES,
     *clipping.PATCHES,

@@ -1,10 +1,15 @@
-"""Hints for torch's errors about dtypes in a model's forward: which layer, and what to do."""
+"""Hints for torch's errors about dtypes: in a model's forward which layer, and what to do.
+
+Outside of a forward no code of ours runs. There an error that ends the script has its hint where Python
+shows it.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import TracebackType
 
 import torch
 from torch import nn
@@ -15,6 +20,7 @@ from amp.casting.matching_rules import ruled_tensors
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import first_few
 from amp.own_tensors import own_tensors
+from amp.patching import Patch, around
 
 _OF_MIXED_DTYPES = (
     "same dtype",
@@ -107,6 +113,40 @@ def _hint(error: RuntimeError | TypeError, model: nn.Module, was_cast: bool) -> 
         f"amp: {called} was given tensors of several dtypes. Weights and inputs of the model were "
         "cast; cast what comes from elsewhere to the same dtype"
     )
+
+
+def _show(
+    original: Callable[..., None],
+    kind: type[BaseException],
+    error: BaseException,
+    traceback: TracebackType | None,
+) -> None:
+    """Show an error that ends the script, with a hint if 16-bit tensors are the cause."""
+    if isinstance(error, (RuntimeError, TypeError)) and not getattr(error, "__notes__", None):
+        if _OF_NUMPY in str(error):
+            error.add_note(
+                "amp: NumPy has no bfloat16, and amp.initialize has brought bfloat16 tensors: "
+                "x.float().numpy()"
+            )
+        elif any(part in str(error) for part in _OF_NO_KERNEL):
+            error.add_note(
+                "amp: this operation takes no 16-bit tensors, and amp.initialize has brought some. "
+                "Call it before amp.initialize, as torch.nn.init.orthogonal_ of weights; or compute "
+                "in x.float(), and write the result back by copy_()"
+            )
+    original(kind, error, traceback)
+
+
+PATCHES = (
+    Patch(
+        ("sys",),
+        "excepthook",
+        around(_show),
+        "not silent: an error of an operation that takes no 16-bit tensors would not say what brought "
+        "them",
+    ),
+)
+"""What is patched in a session that casts."""
 
 
 def _kept_in_fp32(layer: nn.Module, model: nn.Module) -> list[str]:
