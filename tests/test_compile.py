@@ -441,6 +441,45 @@ def test_a_scripted_or_traced_model(
     assert model(batch()).dtype is torch.float32
 
 
+SCRIPTED_PARTS = """
+import sys, torch, amp
+from torch import nn
+def train(level, make):
+    parts = [nn.Linear(16, 16), make(nn.Sequential(nn.Linear(16, 16), nn.ReLU())), nn.Linear(16, 16)]
+    model = nn.Sequential(*parts)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale=1.0)
+    for _ in range(3):
+        y = model(torch.ones(2, 16))
+        with amp.scale_loss(y.float().square().sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    amp.get_session().close()
+    moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before)]
+    print(level, y.dtype, all(moved))
+trace = lambda part: torch.jit.trace(part, torch.ones(2, 16))
+for make in (torch.jit.script, trace):
+    for level in ("O4", "O6"):
+        train(level, make)
+try:
+    train("O1", torch.jit.script)
+except RuntimeError as error:
+    sys.excepthook(type(error), error, error.__traceback__)
+    print("".join(getattr(error, "__notes__", [])))
+"""
+
+
+@pytest.mark.slow
+def test_scripted_and_traced_parts_train_as_in_autocast() -> None:
+    """Torch itself trains them in one 16-bit dtype of a process: where it fails, a note says so."""
+    printed = run(SCRIPTED_PARTS)
+    for level in ("O4", "O6"):
+        assert printed.count(f"{level} torch.bfloat16 True") == 2
+    assert "O1 torch" in printed or "Train in another one in a process of its own" in printed
+
+
 def scaling(by: float) -> nn.Module:
     """Return a model of a class of its own."""
     namespace: dict[str, Any] = {}

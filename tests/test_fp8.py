@@ -416,10 +416,12 @@ class Zoo(nn.Module):
         self.double = nn.Linear(32, 32).double()
         self.attention = nn.MultiheadAttention(32, 2)
         self.conv, self.conv1d = nn.Conv2d(3, 3, 3), Conv1D()
+        self.scripted = torch.jit.script(nn.Linear(32, 32))
         self.head = nn.Linear(32, 48, bias=False)
         self.head.weight = self.embedding.weight
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_what_is_not_reached_is_said_once_with_each_reason(caplog: pytest.LogCaptureFixture) -> None:
     model = Zoo()
     assert isinstance(model.attention.out_proj, NonDynamicallyQuantizableLinear)
@@ -429,13 +431,14 @@ def test_what_is_not_reached_is_said_once_with_each_reason(caplog: pytest.LogCap
     said = [record.getMessage() for record in caplog.records if "run in FP8" in record.getMessage()]
     assert len(said) == 1
     for part in (
-        "2 of 9 layers run in FP8",
+        "2 of 10 layers run in FP8",
         "reshaped: Reshaped has a forward of its own",
         "odd: dimensions that are no multiples of 16",
         "double: the weight is torch.float64",
         "attention.out_proj: nn.MultiheadAttention multiplies by itself",
         "conv: there are no FP8 kernels for convolutions",
         "conv1d: Hugging Face's Conv1D",
+        "scripted: torch.jit has compiled it",
         "head: skip: tied",
     ):
         assert part in said[0]

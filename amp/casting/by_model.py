@@ -158,7 +158,9 @@ class CastModel(Strategy):
             if isinstance(module, torch.jit.ScriptModule) and dtype in LOW_PRECISION:
                 raise AmpRuntimeError(
                     f"the model holds a {type(module).__name__}, whose code is fixed and cannot be "
-                    "cast. Call amp.initialize first, and script or trace what it returns."
+                    "cast. Call amp.initialize first, and trace what it returns; or take "
+                    f"opt_level={levels_with('patch_torch_functions')}, where it runs as in "
+                    "torch.autocast"
                 )
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             if dtype and nn.parameter.is_lazy(tensor):

@@ -394,6 +394,8 @@ def choose(
                 why = _skipped(name, words, recipe) or _obstacle(module, recipe)
             if why is None:
                 reached[name] = module
+        elif isinstance(module, torch.jit.ScriptModule) and module.original_name == "Linear":
+            why = "torch.jit has compiled it"
         elif type(module).__name__ == "Conv1D" and not isinstance(module, _ConvNd):
             why = "Hugging Face's Conv1D multiplies by addmm"
         elif isinstance(module, (_ConvNd, nn.Bilinear)):

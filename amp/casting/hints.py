@@ -122,18 +122,25 @@ def _show(
     traceback: TracebackType | None,
 ) -> None:
     """Show an error that ends the script, with a hint if 16-bit tensors are the cause."""
-    if isinstance(error, (RuntimeError, TypeError)) and not getattr(error, "__notes__", None):
-        if _OF_NUMPY in str(error):
-            error.add_note(
-                "amp: NumPy has no bfloat16, and amp.initialize has brought bfloat16 tensors: "
-                "x.float().numpy()"
-            )
-        elif any(part in str(error) for part in _OF_NO_KERNEL):
-            error.add_note(
-                "amp: this operation takes no 16-bit tensors, and amp.initialize has brought some. "
-                "Call it before amp.initialize, as torch.nn.init.orthogonal_ of weights; or compute "
-                "in x.float(), and write the result back by copy_()"
-            )
+    message = str(error)
+    if not isinstance(error, (RuntimeError, TypeError)) or getattr(error, "__notes__", None):
+        pass
+    elif _OF_NUMPY in message:
+        error.add_note(
+            "amp: NumPy has no bfloat16, and amp.initialize has brought bfloat16 tensors: "
+            "x.float().numpy()"
+        )
+    elif any(part in message for part in _OF_NO_KERNEL):
+        error.add_note(
+            "amp: this operation takes no 16-bit tensors, and amp.initialize has brought some. Call it "
+            "before amp.initialize, as torch.nn.init.orthogonal_ of weights; or compute in x.float(), "
+            "and write the result back by copy_()"
+        )
+    elif "TorchScript" in message and "same dtype" in message:
+        error.add_note(
+            "amp: torch differentiates scripted code in one 16-bit dtype of a process, which is the "
+            "first one that a training has used. Train in another one in a process of its own"
+        )
     original(kind, error, traceback)
 
 
