@@ -182,18 +182,30 @@ def loss_of(model: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("delay", [True, False])
+@pytest.mark.parametrize(
+    ("apart", "told"),
+    [
+        (False, r"'0\.weight' comes from the scaled loss and from another one.* Add the losses"),
+        (True, r"'2\.\w+' comes from another loss than the scaled one.* Add the losses"),
+    ],
+)
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_second_loss_that_is_not_scaled_is_noted(level: str, delay: bool, first: bool) -> None:
+def test_a_second_loss_that_is_not_scaled_is_noted(
+    level: str, apart: bool, told: str, delay: bool, first: bool
+) -> None:
     model, opt = made(level)
     x = torch.ones(2, 8)
+    if apart:  # each loss has parameters of its own
+        x = x.to(model[0].weight.dtype)
+    one, other = (model[0], model[2]) if apart else (model, model)
 
     def block() -> None:
-        with amp.scale_loss(loss_of(model, x), opt, delay_unscale=delay) as scaled_loss:
-            losses = [scaled_loss, loss_of(model, x / 2)]
+        with amp.scale_loss(loss_of(one, x), opt, delay_unscale=delay) as scaled_loss:
+            losses = [scaled_loss, loss_of(other, x / 2)]
             for loss in losses[::-1] if first else losses:
                 loss.backward()
 
-    with pytest.warns(AmpWarning, match=r"the gradient of '0\.weight' .* another one.* Add the losses"):
+    with pytest.warns(AmpWarning, match=f"the gradient of {told}"):
         block()
 
 
@@ -213,16 +225,28 @@ def a_surrogate(model: Any, x: Any, scaled_loss: Any) -> None:
     (model[0](x.detach()).float() * x.grad.sum()).sum().backward()
 
 
+def a_surrogate_of_a_hidden_tensor(model: Any, x: Any, scaled_loss: Any) -> None:
+    hidden = model.outputs[0]
+    hidden.retain_grad()
+    scaled_loss.backward(inputs=[hidden, *model[2].parameters()])
+    (model[0](x.detach().to(hidden.dtype)).float() * hidden.grad.float()).sum().backward()
+
+
 def a_curvature(model: Any, x: Any, scaled_loss: Any) -> None:
     scaled_loss.backward(create_graph=True)
     torch.stack([p.grad.float().sum() for p in model.parameters()]).sum().backward()
 
 
-@pytest.mark.parametrize("backward", [a_scaled_part, a_chain, a_surrogate, a_curvature])
+@pytest.mark.parametrize(
+    "backward",
+    [a_scaled_part, a_chain, a_surrogate, a_surrogate_of_a_hidden_tensor, a_curvature],
+)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_backwards_that_carry_the_scale_are_not_noted(level: str, backward: Any) -> None:
     model, opt = made(level)
+    model.outputs = []
+    model[0].register_forward_hook(lambda *args: model.outputs.append(args[-1]))
     x = torch.ones(2, 8, requires_grad=True)
     with amp.scale_loss(loss_of(model, x), opt) as scaled_loss:
         backward(model, x, scaled_loss)

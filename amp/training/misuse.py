@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -272,6 +272,8 @@ class BlockWatch:
         """Those that have not stepped yet, if the block scales its loss."""
         self.was_run: bool | None = None
         """Whether backward has run from the scaled loss; None if that is not watched."""
+        self._root: Any = None
+        """The last operation of the scaled loss."""
         self._is_running = False
         """Whether that backward is under way, which may run others, as activation checkpoints do."""
         self._reached: set[Tensor] = set()
@@ -286,7 +288,7 @@ class BlockWatch:
         if not self._unstepped:
             return
         if scaled_loss.requires_grad:
-            self.was_run = False
+            self.was_run, self._root = False, scaled_loss.grad_fn
             hook = functools.partial(_backward_runs, weakref.ref(self))
             scaled_loss.register_hook(hook)  # type: ignore[no-untyped-call]
             self._watch_parameters()
@@ -344,16 +346,7 @@ class BlockWatch:
                 "scaled_loss.backward() in `with amp.scale_loss(loss, optimizer) as scaled_loss:`, not "
                 "loss.backward()"
             )
-        of_both = self._reached & self._reached_by_others
-        if of_both and not any(misuse.has_read_a_scale for misuse in self._unstepped):
-            stepped = (p for each in self._attached for p in each.gradients.groups.of_model)
-            called = self._attached[0].check.called(next(p for p in stepped if p in of_both))
-            warn(
-                f"the gradient of {called} comes from the scaled loss and from another one, whose "
-                "backward() was called in the same amp.scale_loss block. If that one is not scaled "
-                "too, it is divided by the loss scale, and trains nothing. Add the losses: "
-                "amp.scale_loss(loss1 + loss2, optimizer). Or give each loss a block of its own"
-            )
+        self._warn_of_others()
         of_block = {p for each in self._attached for p in each.gradients.groups.of_model}
         for each, before in self._others:
             is_own = each.owner is self._session or (each.misuse and not each.misuse.was_in_block)
@@ -368,6 +361,29 @@ class BlockWatch:
                 each.misuse = Misuse(each, has_stepped=True)
             if each.misuse is not None:
                 each.misuse.of_others = found
+
+    def _warn_of_others(self) -> None:
+        """Warn of gradients that another backward has made, unless its loss may carry the scale.
+
+        It may if the script knows the scale. It may also be made of gradients of the scaled loss: of
+        tensors that are no parameters, or of outputs of the layers whose parameters it reaches.
+        """
+        if not self._reached or any(misuse.has_read_a_scale for misuse in self._unstepped):
+            return
+        found, whose = self._reached & self._reached_by_others, "the scaled loss and from another one"
+        if not found and self._reached_by_others:
+            leaves = set(_leaves_of(self._root))
+            if all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
+                found, whose = self._reached_by_others - leaves, "another loss than the scaled one"
+        if found:
+            stepped = (p for each in self._attached for p in each.gradients.groups.of_model)
+            called = self._attached[0].check.called(next(p for p in stepped if p in found))
+            warn(
+                f"the gradient of {called} comes from {whose}, whose backward() was called in the same "
+                "amp.scale_loss block. If that one is not scaled too, it is divided by the loss scale, "
+                "and trains nothing. Add the losses: amp.scale_loss(loss1 + loss2, optimizer). Or give "
+                "each loss a block of its own"
+            )
 
     def _warn_if_empty(self) -> None:
         """Warn once if the first block of some optimizers has found no gradient at all."""
@@ -404,6 +420,18 @@ def _backward_runs(reference: weakref.ref[BlockWatch], grad: Tensor) -> None:
 def _grad_arrives(reference: weakref.ref[BlockWatch], parameter: Tensor) -> None:
     if (watch := reference()) is not None:
         watch.grad_arrives(parameter)
+
+
+def _leaves_of(root: Any) -> Iterator[Tensor]:
+    """Yield the leaves of a graph that a backward from `root` reaches."""
+    seen, todo = set[Any](), [root]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [each for each, _ in node.next_functions]
+            if type(node).__name__ == "AccumulateGrad":
+                yield node.variable
 
 
 def _backward_is_given_gradients() -> bool:
