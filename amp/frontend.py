@@ -209,7 +209,7 @@ def scale_loss(
     The block does not make the host wait for the device. If gradients are checked, `step` waits for 4
     bytes per block. It does not wait if the optimizer skips on the device, as those of `amp.optimizers`
     and torch's fused ones do. Even these wait with a closure, and in the first step of torch's SGD with
-    momentum. Gradients are checked under dynamic scaling, and at O4 to O7 if the check does not make
+    momentum. Gradients are checked under dynamic scaling, and at O4 to O9 if the check does not make
     the host wait; see `check` in docs/profiles.md.
 
     Args:

@@ -185,6 +185,56 @@ def test_the_table_of_memory_is_what_the_planner_says() -> None:
             assert sum(map(int, numbers[:-1])) == int(numbers[-1]), name
 
 
+START = [ROOT / "README.md", ROOT / "docs" / "index.md", ROOT / "docs" / "quickstart.md"]
+
+
+def test_there_is_one_way_to_install() -> None:
+    ways = [re.findall(r"pip install '?([^\n`']+)", page.read_text()) for page in PAGES]
+    own = {way for found in ways for way in found if "reamp" in way}
+    assert {way.partition(" @ ")[2] or way for way in own} == {"git+https://github.com/reamp/reamp"}
+    assert all("pip install git+https://github.com/reamp/reamp\n" in page.read_text() for page in START)
+
+
+def test_what_one_gains_is_what_was_measured() -> None:
+    readme, home = (page.read_text().split("What one gains:")[1].split("\n\n")[1] for page in START[:2])
+    assert readme.replace("https://github.com/reamp/reamp/blob/main/docs/", "") == home
+    memory, time, resume, doctor = home.split("\n")
+    counted = re.findall(r"split\d\d.* \| (\d+) \| ", (ROOT / "docs" / "optimizers.md").read_text())
+    assert set(re.findall(r"\b\d+", re.sub(r"\(.*?\)", "", memory))) <= {*counted, "16"}
+    rows = (ROOT / "docs" / "benchmarks" / "step-cuda.md").read_text().split("\n")
+    gpt2 = [row.split(" | ") for row in rows if "GPT-2 XL (580) | AdamW, float16, float32" in row]
+    for row in gpt2[:2]:  # amp, and the faster of the two with a GradScaler
+        assert f"{float(row[6]) / 1000:.1f} ms" in time
+    rows = (ROOT / "docs" / "reliability.md").read_text().split("\n")
+    kills = [row.split(" | ") for row in rows if "test_examples" in row]
+    assert f"killed {sum(int(row[2].split()[0]) for row in kills)} times" in resume
+    assert all(row[3] == "0 |" for row in kills)
+    found = re.findall(r"(\d+ %) of the numbers of", (ROOT / "docs" / "diagnosis.md").read_text())
+    assert found == re.findall(r"\d+ %", doctor)
+
+
+FACTS = (
+    "O2 and O7, half of them",  # what was killed
+    "O5, O4, O7, O6, O2, O1, O0",  # what `compare` recommends on a GPU: no FP4
+)
+SOURCES = [path for folder in ("amp", "kernels", "examples") for path in (ROOT / folder).rglob("*.py")]
+SOURCES += [ROOT / "amp" / "numerics" / "web" / "lab.html", ROOT / "docs" / "site" / "reference.py"]
+
+
+@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: path.name)
+def test_lists_of_levels_do_not_end_before_fp4(path: Path) -> None:
+    text = " ".join(path.read_text().split())
+    for fact in FACTS:
+        text = text.replace(fact, "")
+    for words in re.findall(r"O\d(?:(?:,? (?:and |or |to )?|/)O\d)+", text):
+        levels = set(re.findall(r"O\d", words))
+        assert not words.endswith("to O7"), words
+        if levels & {"O2", "O3", "O5"}:
+            assert levels.isdisjoint({"O7"}) or "O9" in levels, words
+        if levels & {"O1", "O4"}:
+            assert levels.isdisjoint({"O6"}) or "O8" in levels, words
+
+
 def slug(heading: str) -> str:
     """Return the anchor that a heading gets."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -26,7 +26,7 @@ from amp.selftest.check_registry import (
 )
 from amp.selftest.of_steps import GROUP, SCALE, Run, gradients, starting
 
-LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7")
+LEVELS = ("O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7", "O8", "O9")
 
 
 def _level(level: str, device: torch.device) -> Outcome:

@@ -29,7 +29,8 @@ def cli_page() -> str:
     lines = [
         "# Command line",
         NOTE,
-        "`reamp` and `python -m amp` are the same program. `--help` after a command shows its options.",
+        "`reamp` and `python -m amp` are the same program. In a folder that has an `amp.py`, "
+        "`python -m amp` runs that file: use `reamp`. `--help` after a command shows its options.",
         "```sh\nreamp --version\nreamp env\nreamp levels\n```",
         "| command | what it does |\n|---|---|\n"
         + "\n".join(
@@ -83,12 +84,12 @@ def ops_page() -> str:
     lines = [
         "# Table of ops",
         NOTE,
-        "What the functions of torch do with their floating-point arguments at O1 and O4; O6 is as "
-        "O4. A function that is not in the table follows its input: it runs in the dtype of its "
-        "arguments. In-place forms (`exp_`) keep the dtype of what they write to. [Ops](ops.md) "
+        "What the functions of torch do with their floating-point arguments at O1 and O4; O6 and "
+        "O8 are as O4. A function that is not in the table follows its input: it runs in the dtype of "
+        "its arguments. In-place forms (`exp_`) keep the dtype of what they write to. [Ops](ops.md) "
         "explains the rules, and how to change one. `reamp explain NAME` says the same of one "
         "function, with the file and line of its rule.",
-        "At O0, O2, O3, O5 and O7 the model's weights and inputs are cast, and functions are left "
+        "At O0, O2, O3, O5, O7 and O9 the model's weights and inputs are cast, and functions are left "
         "alone.",
         "| function | at O1 | at O4 |\n|---|---|---|\n" + "\n".join(rows),
     ]

@@ -131,7 +131,7 @@ def test_the_levels_that_it_names_are_those_that_apply_the_cure() -> None:
         cure: re.findall(r"O\d", text)
         for cure, text in re.findall(r'data-levels="(\w+)">(.*?)</span>', lab.page())
     }
-    profiles = {name: amp.load_profile(name) for name in (f"O{i}" for i in range(8))}
+    profiles = {name: amp.load_profile(name) for name in (f"O{i}" for i in range(10))}
     assert named == {
         "masters": [name for name, profile in profiles.items() if profile.master_weights],
         "dynamic": [name for name, profile in profiles.items() if profile.loss_scale == "dynamic"],
