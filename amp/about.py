@@ -25,7 +25,10 @@ PACKAGES = ("torch", "triton", "numpy", "PyYAML", "torchvision", *FRAMEWORKS)
 """The distributions whose versions a bug report needs."""
 
 _BF16_INSTRUCTIONS = {"AVX512_BF16": "_is_avx512_bf16_supported", "AMX": "_is_amx_tile_supported"}
-"""What multiplies in bfloat16, and who knows it in `torch.cpu`: nobody promises these functions."""
+"""The CPU's bfloat16 instructions, and the functions of `torch.cpu` that look for them.
+
+These functions are private, so a release of torch may lack them.
+"""
 
 VARIABLES = (
     *("AMP_KERNELS", "CUDA_LAUNCH_BLOCKING", "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"),

@@ -110,11 +110,11 @@ def check_loss(loss: Any) -> None:
     elif isinstance(loss, Mapping) or isinstance(getattr(loss, "loss", None), Tensor):
         remedy = ". Pass the loss that is in it, as output.loss or output['loss']"
     elif isinstance(loss, (list, tuple)):
-        remedy = ". Pass their sum, or make a block for each, with a loss_id of its own"
+        remedy = ". Pass their sum, or make a block for each, with another loss_id"
     elif isinstance(loss, (int, float)):
-        remedy = ". A number, as of loss.item(), has no graph: pass the tensor itself"
+        remedy = ". A number, such as loss.item(), has no graph: pass the tensor itself"
     elif hasattr(loss, "__array__") and not isinstance(loss, Tensor):
-        remedy = ". An array, as of loss.numpy(), has no graph: pass the tensor itself"
+        remedy = ". An array, such as loss.numpy(), has no graph: pass the tensor itself"
     elif callable(loss):
         remedy = ". Call it, and pass the loss that it returns"
     elif loss is None:
@@ -187,9 +187,9 @@ def check_model(model: nn.Module, properties: Properties, allow_low_precision: b
     """Raise AmpRuntimeError for a model that cannot be prepared.
 
     Such a model is wrapped in DDP, has 16-bit weights that are not allowed, has tensors that were made
-    in inference mode, or has quantized layers and no parameters. A part may be in DataParallel, and
-    also in DDP, unless the dtype of its weights changes, or what is scaled or has masters has to know
-    of its `no_sync`.
+    in inference mode, or has quantized layers and no parameters. A part may be in DataParallel. It may
+    be in DDP too, unless the level casts its weights, or has scales or masters, which have to know of
+    DDP's `no_sync`.
     """
     keeps_weights = properties.cast_model_type not in LOW_PRECISION and not properties.master_weights
     keeps_ddp = keeps_weights and properties.loss_scale == 1.0 and properties.fp8 is None
@@ -389,7 +389,7 @@ def _remedy(value: Any, name: str = "") -> str:
         level = f"opt_level={brief(value)}"
         return f". Pass the level by its name: amp.initialize(model, optimizer, {level})"
     if is_optimizer(getattr(value, "optimizer", None)):
-        return ". Pass the optimizer itself, scheduler.optimizer; schedulers go on as they are"
+        return ". Pass the optimizer itself, scheduler.optimizer; schedulers need no change"
     if not name:
         return ". Pass what amp.initialize returned as optimizer"
     if isinstance(value, (Iterator, Tensor, dict)):

@@ -113,7 +113,7 @@ def _lock(file: IO[bytes], last: os.stat_result | None) -> None:
 
 
 _SOON = 3600.0
-"""Seconds after which an empty file is no more one that is about to be locked."""
+"""The age in seconds from which an empty file is not one that is about to be locked."""
 
 
 def _remove_abandoned(folder: Path, beginning: str) -> None:

@@ -1,4 +1,4 @@
-"""`python -m amp`, or `reamp`: what amp would do, without a script."""
+"""The command line, `python -m amp` or `reamp`."""
 
 import argparse
 import io
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_closed_streams() -> None:
-    """Open what a daemon has closed: files that are opened later must not get these numbers."""
+    """Open standard streams that a daemon has closed, so that no other file gets their numbers."""
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(number, True)
     os.close(number)
@@ -102,7 +102,7 @@ def _parser() -> "_Parser":
 
 
 def _hint(command: str | None, given: Sequence[str], unknown: str) -> str:
-    """Return what to write in place of an argument that a command does not know, or an empty text."""
+    """Return what to write instead of an argument that a command does not know, or an empty text."""
     if "--levels" in given and not unknown.startswith("-"):
         return "; levels are separated by commas, as in --levels O2,O4"
     if command == "explain" and not unknown.startswith("-"):
@@ -111,10 +111,10 @@ def _hint(command: str | None, given: Sequence[str], unknown: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, and to which -1e-8 is a number.
+    """A parser whose errors are one line, and which takes -1e-8 for a number.
 
     Attributes:
-        commands: the parsers of the commands, if it is the one of the program.
+        commands: the parsers of the commands, if this is the program's parser.
     """
 
     commands: Any = None

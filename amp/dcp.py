@@ -79,15 +79,15 @@ def set_state_dict(
 
 
 def is_in_use() -> bool:
-    """Whether a script may call torch's functions directly, which it has to import first."""
+    """Whether a script has imported torch's functions, and so may call them directly."""
     return "torch.distributed.checkpoint.state_dict" in sys.modules or distributed.world_size() > 1
 
 
 def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any, *others: Any) -> Any:
     """Run a function of torch while the masters are in the model, in the places of its parameters.
 
-    Torch's function would make the state of an optimizer that has none by a step. That step is done
-    before, while the model has its own parameters. Torch does no such step if it sees gradients, and a
+    If an optimizer has no state, torch's function makes it by a step. That step is done before, while
+    the model has its own parameters. Torch does no such step if it sees gradients, and a
     session may keep its gradients elsewhere.
     """
     from torch.distributed.checkpoint import state_dict
@@ -111,7 +111,7 @@ def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any,
 
 @contextmanager
 def _some_gradient(attached: AttachedOptimizer) -> Iterator[None]:
-    """Let torch see a gradient of an optimizer in the block, so that it does no step for a state."""
+    """Show torch a gradient of an optimizer in the block, so that it does not step to make state."""
     without = [p for p in attached.gradients.groups.stepped if p.grad is None][:1]
     store_grads(without, list(map(torch.zeros_like, without)))
     try:

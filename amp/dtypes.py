@@ -6,8 +6,11 @@ LOW_PRECISION = frozenset({torch.float16, torch.bfloat16})
 """The dtypes that get FP32 master weights."""
 
 CASTABLE = LOW_PRECISION | {torch.float32}
-"""The dtypes that mixed precision may change. Float64, complex, float8, integers and bools stay
-as they are, because a user who gives a parameter such a dtype does it on purpose."""
+"""The dtypes that mixed precision may change.
+
+Float64, complex, float8, integers and bools keep their dtype, because a user chooses such a dtype on
+purpose.
+"""
 
 SCALABLE = CASTABLE | {torch.float64}
 """The dtypes that gradients of a scaled loss may have."""

@@ -71,7 +71,7 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]
 
 
 def printable(text: str) -> str:
-    """Escape characters that would steer a terminal: keys of a checkpoint may be anybody's."""
+    """Escape characters that would steer a terminal: anybody may have written a checkpoint's keys."""
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
@@ -148,7 +148,7 @@ def shape_of(tensor: Any) -> str:
 
 
 def check_function(name: str, value: Any, what: str) -> None:
-    """Raise AmpTypeError if a value is no function; a model is none, though it can be called."""
+    """Raise AmpTypeError if a value is no function. A model is refused too, though it can be called."""
     if not callable(value) or hasattr(type(value), "parameters"):
         raise AmpTypeError(f"{name} must be a function that {what}, and got {brief(value)}")
 

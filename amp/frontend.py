@@ -106,7 +106,7 @@ def initialize(
         max_loss_scale: the largest loss scale.
         process_group: the process group, or list of them, whose ranks must skip a step together; see
             `amp.Session`.
-        allow_incoming_model_not_fp32: take 16-bit weights as they are instead of refusing them.
+        allow_incoming_model_not_fp32: accept a model whose weights have 16 bits already.
         **others: keys that apex did not have.
 
             - `patch_torch_functions_type`: the dtype of the ops that gain from half precision.
@@ -118,7 +118,8 @@ def initialize(
             - `diagnose`: `"on_overflow"` watches a step after a streak of overflows.
             - `fp8`: linear layers run in FP8 or FP4, by a recipe.
             - `fp4`: the same; True is the recipe `nvfp4`.
-            - `cast_model_inputs`: whether a cast model casts its inputs, and which it does not cast.
+            - `cast_model_inputs`: whether a cast model casts its inputs, and which of them it does not
+              cast.
             - `rules`: the precision of single ops, modules, parameters and buffers, on top of the
               profile's.
 
@@ -273,8 +274,8 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
     parameters. The host does not wait for the device.
 
     Raises:
-        AmpAttributeError: `optimizer` has no `param_groups`. It is raised when the first parameter is
-            asked for, not by the call.
+        AmpAttributeError: `optimizer` has no `param_groups`. The first parameter raises it, not the
+        call.
     """
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
@@ -346,8 +347,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
         return state
     if not isinstance(destination, MutableMapping):
         raise AmpTypeError(
-            f"amp.state_dict takes no {type(destination).__name__}: it has the loss scalers. Save "
-            "model.state_dict() and optimizer.state_dict() beside it"
+            f"amp.state_dict takes no {type(destination).__name__}: it returns the loss scalers. "
+            "Save model.state_dict() and optimizer.state_dict() beside it"
         )
     destination.update(state)
     return destination
@@ -356,8 +357,8 @@ def state_dict(destination: dict[str, Any] | None = None) -> dict[str, Any]:
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     """Load a state dict that `amp.state_dict` returned, or apex's.
 
-    Call it before or after `initialize`. If there is no `scale_loss` between this call and the next
-    `initialize`, that loads the state as well, unless the session that has it was closed. An
+    Call it before or after `initialize`. The next `initialize` loads the state as well, unless there is
+    a `scale_loss` in between, or the session that has loaded it was closed. An
     `AmpWarning` says if the number of losses or the level differs. If a scale is on the device already,
     the host waits for the device.
 

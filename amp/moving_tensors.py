@@ -1,7 +1,7 @@
 """A watch of the first steps for 16-bit buffers and frozen weights that training moves.
 
-Statistics of observations, centres, codebooks, counts, a teacher that follows its student: in 16 bits a
-count stands still at 256 or 2048, and an average never arrives.
+Such are statistics of observations, centres, codebooks, counts, and a teacher that follows its student.
+In 16 bits a count stands still at 256 or 2048, and an average never arrives.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Key(NamedTuple):
 
 
 class MovingTensors(Observer):
-    """Warns once, by name, of 16-bit tensors that are written in several steps, by no optimizer.
+    """Warns once, by name, of 16-bit tensors that are written in several steps, but not by optimizers.
 
-    A write shows in the values, whose sums are compared: one through `.data` shows nowhere else, and a
-    tensor that is moved, or gets the values that it has, is not written to. What is written once is no
-    statistic: a cache that the first forward makes, a checkpoint that is loaded. Neither is a cache
-    that grows. The host does not wait for a CUDA device.
+    To find writes, sums of the values are compared: a write through `.data` shows nowhere else. A
+    tensor that is moved, or set to the values that it has, does not count. Neither does one that is
+    written once, such as a cache that the first forward makes or a loaded checkpoint, nor a cache that
+    grows. The host does not wait for a CUDA device.
 
     Args:
         models: the models to watch.
@@ -73,7 +73,7 @@ class MovingTensors(Observer):
         return closure
 
     def step_ends(self, attached: Any) -> None:
-        """Look at what was written since the last step of the optimizer that steps first."""
+        """Look for writes since the last step of the optimizer that steps first."""
         self.step_begins(attached, None)  # after a closure, which makes gradients
         if self._clock() is None:
             self._clock = weakref.ref(attached)
@@ -117,7 +117,7 @@ class MovingTensors(Observer):
 
     @without_grad
     def _compare_sums(self, tensors: Mapping[_Key, Tensor]) -> None:
-        """Count those that have changed, as far as the host knows, and send what they are now."""
+        """Count the tensors that have changed, as far as the host knows, and send it their sums."""
         devices = defaultdict(list)
         for key, x in tensors.items():
             if x.device.type in ("cpu", "cuda") and not (x.is_cuda and _is_capturing()):
@@ -176,7 +176,7 @@ class MovingTensors(Observer):
 
 
 def _may_be_half(module: nn.Module, session: Any) -> Iterator[Tensor]:
-    """Yield buffers that a module writes, and that 16 bits are enough for, or the user says so."""
+    """Yield buffers that a module writes, and for which 16 bits are enough, or the user says so."""
     is_norm = isinstance(module, _NormBase) and session.properties.keep_batchnorm_fp32 is False
     if is_norm or isinstance(module, _SpectralNorm):  # which begins its vectors anew from the weight
         yield from module.buffers(recurse=False)

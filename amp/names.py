@@ -1,4 +1,4 @@
-"""Names of modules and parameters without the parts that wrappers add, by which random bits go."""
+"""Names of modules and parameters without the prefixes of wrappers, from which random bits follow."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -14,10 +14,10 @@ _OF_MODULES_TOO = {"module"}
 def bare_names(names: Iterable[tuple[Model, str]]) -> dict[tuple[Model, str], str]:
     """Return names without the parts that wrappers add.
 
-    Names of one model that would become one keep each `module`, but for those with which all begin.
+    Names of one model that would become equal keep each `module`, except those with which all begin.
 
     Args:
-        names: what stands for a model, and a name in it.
+        names: pairs of an object that stands for a model, and a name in it.
     """
     of_models: dict[Model, list[str]] = {}
     for model, name in names:

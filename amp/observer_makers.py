@@ -1,6 +1,7 @@
-"""Makers of the observers that properties ask for: tools have these, and a session knows no tool.
+"""A table of functions that make the observers of properties, such as that of `diagnose`.
 
-The package itself fills the table, in `amp/__init__.py`: it stands above the tools and may name them.
+Observers belong to tools, which a session does not import. `amp/__init__.py`, which may, fills the
+table.
 """
 
 from __future__ import annotations
@@ -12,4 +13,4 @@ if TYPE_CHECKING:
     from amp.observers import Observer
 
 MAKERS: dict[str, Callable[[Any], Observer]] = {}
-"""By the value of the property `diagnose`: what makes an observer of a session."""
+"""A function that makes an observer of a session, by the value of the property `diagnose`."""

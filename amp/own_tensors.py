@@ -1,4 +1,4 @@
-"""The tensors that a module holds itself, whatever its class makes of `named_parameters` and the like.
+"""The tensors that a module holds itself, even if its class overrides `named_parameters` and the like.
 
 A class may override these with fewer arguments than `nn.Module` has: `remove_duplicate` is new in torch
 2.0, and torchrl's loss modules do not have it. Elsewhere amp calls them without arguments.

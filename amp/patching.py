@@ -1,12 +1,12 @@
-"""Replacing functions so that they can be given back, in whatever order their owners leave.
+"""Replacing functions, and restoring them in whatever order their owners close.
 
 Several owners may patch the same function and close in any order. The first one puts a `_Site` there,
-which remembers the original, and each owner has one layer on it. Layers of owners with the same order
-replace each other; those of a higher order are put on the newest one below. When the last layer goes,
-the attribute is the original object again.
+which remembers the original, and each owner has one layer on it. A layer replaces one of the same
+order, and wraps the newest one of a lower order. When the last layer goes, the attribute is the
+original object again.
 
-What is shown in a function's place has its name, module, signature and docstring, pickles as it does,
-and `inspect.unwrap` leads to the original.
+A replacement has the name, module, signature and docstring of the function, pickles as it does, and
+`inspect.unwrap` finds the original.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _lock = threading.RLock()
 """Held while a site gets a layer or loses one: two threads may patch the same attribute."""
 
 Make = Callable[[Any], Any]
-"""From a function to what is to be called instead: a function, a bound method or a static method."""
+"""Takes a function, and returns what to call instead: a function, a bound method or a static method."""
 
 
 class Patch(NamedTuple):
@@ -37,7 +37,7 @@ class Patch(NamedTuple):
         places: the full names of the modules or the class that have it; pickle looks in the first.
         name: its name there.
         make: what is called instead.
-        why: what would be wrong in silence without it.
+        why: what would silently be wrong without it.
     """
 
     places: tuple[str, ...]
@@ -46,7 +46,7 @@ class Patch(NamedTuple):
     why: str
 
     def targets(self) -> list[Any]:
-        """Return the modules or the class, as far as they are loaded and have the function."""
+        """Return those of the modules and classes that are loaded and have the function."""
         found = [_loaded(place) for place in self.places]
         return [target for target in found if hasattr(target, self.name)]
 
@@ -58,7 +58,7 @@ def _loaded(place: str) -> Any:
 
 
 class _Layer:
-    """What one owner makes of a function."""
+    """One owner's replacement of a function."""
 
     def __init__(self, owner: Patches, make: Make) -> None:
         self.owner = owner
@@ -67,7 +67,7 @@ class _Layer:
         self._made: Any = None
 
     def on(self, below: Any, site: _Site) -> Any:
-        """Return what is called in the place of `below`; it is made anew where that is another one."""
+        """Return what is called instead of `below`; it is made again if `below` is another one."""
         if self._made is None or below is not self._below:
             self._below, self._made = below, site.named(self._make(below))
         return self._made
@@ -92,7 +92,7 @@ class _Site:
             self._places[id(target)] = target, vars(target).get(self.name)
 
     def show(self) -> None:
-        """Put what the layers make of the original, or else the original, where callers look."""
+        """Put the newest layer, or the original if there is none, where callers look."""
         base = shown = self.original
         by_order = sorted(self.layers, key=lambda layer: layer.owner.order)
         for _, alike in itertools.groupby(by_order, key=lambda layer: layer.owner.order):
@@ -110,7 +110,7 @@ class _Site:
         tuple(map(operator.call, changes))  # by one call: an interrupt finds all of it done, or none
 
     def named(self, new: Any) -> Any:
-        """Let what stands for the function be found, described and pickled as the function is."""
+        """Let the replacement be found, described and pickled like the function."""
         function = getattr(new, "__func__", new)
         functools.update_wrapper(function, getattr(self.original, "__func__", self.original))
         setattr(function, _SITE, self)
@@ -125,9 +125,9 @@ class _Site:
 
 
 def _path_of(target: Any, name: str) -> tuple[str, str] | None:
-    """Return the module that has a function, and its name there, which pickle goes by.
+    """Return the module that has a function, and its name there, by which pickle finds it.
 
-    Many functions of torch have other names themselves, which lead nowhere. None for one of an object.
+    The `__name__` of many functions of torch leads nowhere. Return None for a function of an object.
     """
     if isinstance(target, type):
         return target.__module__, f"{target.__qualname__}.{name}"
@@ -138,8 +138,7 @@ class Patches(AbstractContextManager["Patches"]):
     """The functions that one owner has replaced. A context manager; `undo` is idempotent.
 
     Args:
-        order: its layers are put on the newest ones of owners with a lower order, and take the place of
-            those with the same order.
+        order: its layers wrap the newest ones of a lower order, and replace those of the same order.
     """
 
     def __init__(self, order: int = 0) -> None:
@@ -147,14 +146,14 @@ class Patches(AbstractContextManager["Patches"]):
         self._sites: list[_Site] = []
 
     def wrap(self, target: Any, name: str, make: Make, *others: Any) -> Any:
-        """Replace `target.name` by what `make` makes of it, and return the original.
+        """Replace `target.name` by what `make` returns for it, and return the original.
 
-        `make` may be called again, when what it is put on has changed. A layer of this same owner is
-        replaced by the new one.
+        `make` is called again when the layer below has changed. A new layer replaces an old one of this
+        owner.
 
         Args:
             target: a module, a class or an object.
-            name: of the function in it.
+            name: the name of the function in it.
             make: see `Make`.
             *others: modules that have the same function under the same name.
         """
@@ -198,7 +197,7 @@ class Patches(AbstractContextManager["Patches"]):
 
 
 def around(function: Callable[..., Any]) -> Make:
-    """Return what makes of a function one that calls `function(original, *args, **kwargs)`."""
+    """Return a `Make` whose result calls `function(original, *args, **kwargs)`."""
 
     def make(original: Any) -> Any:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -210,7 +209,7 @@ def around(function: Callable[..., Any]) -> Make:
 
 
 def unpatched(function: Any) -> Any:
-    """Return the original of what stands where an attribute is patched; anything else as it is."""
+    """Return the original of a replacement, and anything else unchanged."""
     if not inspect.isroutine(function):  # and might have any `__getattr__`
         return function
     site = getattr(getattr(function, "__func__", function), _SITE, None)
@@ -228,12 +227,12 @@ def modules_of_others() -> Iterator[ModuleType]:
 
 
 def show_patched(holder: Any, attributes: Mapping[int, tuple[Any, ...]]) -> None:
-    """Let attributes of `holder` that are patched functions be what those are in their place now.
+    """Set attributes of `holder` that are patched functions to what stands in the functions' place now.
 
     Args:
         holder: a module, or any object with a `__dict__`.
-        attributes: where a function is patched and its name there, by the function's id; and the
-            function, so that its id stays its own.
+        attributes: by the id of a function, where it is patched, its name there, and the function
+        itself, so that no other object gets its id.
     """
     if attributes.keys().isdisjoint(map(id, vars(holder).copy().values())):
         return  # as nearly all modules, of which a process may have thousands

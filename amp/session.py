@@ -56,8 +56,8 @@ class Session:
                 scaled_loss.backward()
 
     There may be several sessions at once, and several threads that train their models. O1 and O4 patch
-    functions for the whole process. In each thread, these cast as the session says whose model the
-    thread called last. In a thread that has called no model, and in compiled code, the casts of the
+    functions for the whole process. In each thread, they cast as in the session whose model the thread
+    called last. In a thread that has called no model, and in compiled code, the casts of the
     newest session apply.
 
     Args:
@@ -76,7 +76,7 @@ class Session:
         observers: the observers that are told what happens in the session; see `amp.observers`.
         attached: the `AttachedOptimizer` of each optimizer.
         strategies: the ways in which its models get their precision.
-        fp8: that of these which runs linear layers in FP8 or FP4, or None.
+        fp8: the one of these strategies that runs linear layers in FP8 or FP4, or None.
         is_plain: whether blocks and steps change nothing, as at O0: no scale, no check, no masters.
         masters: the master weights.
         casts: the object that casts functions in threads that have called a model of the session last.
@@ -182,8 +182,8 @@ class Session:
     def close(self) -> None:
         """Restore torch, the models and the optimizers. Idempotent.
 
-        After an error, as of memory that has run out, or an interrupt, call it again: it goes on with
-        the rest, and nothing is lost.
+        After an interrupt, or an error such as a lack of memory, call it again: it goes on with the
+        rest, and nothing is lost.
 
         Models get back the dtype that they had before, with the values of the masters, and optimizer
         state gets the dtype of its parameters. At `O3`, shards of FSDP2 stay in 16 bits, because FSDP2
@@ -220,15 +220,15 @@ class Session:
 
     def __reduce__(self) -> NoReturn:
         raise AmpTypeError(
-            "a session can be neither pickled nor copied: it is about the models and optimizers of one "
-            "process. Save amp.state_dict(), model.state_dict() and optimizer.state_dict(); in another "
-            "process, call amp.initialize and load them"
+            "a session can be neither pickled nor copied: it belongs to the models and optimizers of "
+            "one process. Save amp.state_dict(), model.state_dict() and optimizer.state_dict(); in "
+            "another process, call amp.initialize and load them"
         )
 
     # Training.
 
     def stay_with(self, model: nn.Module) -> Callable[[], object]:
-        """Live as long as a model lives, and see its forwards; return a function that ends this."""
+        """Live as long as a model, and see its forwards; return a function that ends both."""
         if isinstance(self.casts, CastOps):  # which needs no hook: the model's class begins the casts
             cls: Any = type(model)  # a class that was made for this model
             cls._amp_session = self

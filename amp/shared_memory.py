@@ -1,4 +1,4 @@
-"""Tensors that lie on one memory: which they are, and a cast after which they still do."""
+"""Tensors that share memory: finding them, and casting them so that they still share it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class MemoryPlace(NamedTuple):
     end: int
 
     def is_in(self, other: MemoryPlace) -> bool:
-        """Whether all of this lies in another place."""
+        """Whether another place contains all of this one."""
         is_there = self.storage == other.storage
         return is_there and other.first <= self.first and self.end <= other.end
 
 
 def place_of(tensor: Tensor) -> MemoryPlace | None:
-    """Return where a tensor lies; None without memory, or of a class or layout with its own ideas.
+    """Return where a tensor lies, or None if it has no plain memory.
 
-    Such are shards, sparse, quantized, fake and lazy tensors, and those that were released.
+    That is so for shards, sparse, quantized, fake and lazy tensors, and for released ones.
     """
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
     if not is_plain or tensor.is_meta or tensor.is_quantized or not tensor.numel():
@@ -64,11 +64,11 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def _runs(tensors: Iterable[Tensor], gap: int = -1) -> list[dict[Tensor, MemoryPlace]]:
-    """Return which tensors lie one beside the other on one storage, two and more, in this order.
+    """Return the runs of two or more tensors that lie side by side on one storage, in this order.
 
     Args:
         tensors: the tensors.
-        gap: bytes between two of a run, at most; -1 if they must overlap.
+        gap: the most bytes between two neighbours of a run; -1 if they must overlap.
     """
     on: defaultdict[Any, list[tuple[MemoryPlace, Tensor]]] = defaultdict(list)
     for tensor in dict.fromkeys(tensors):
@@ -163,7 +163,7 @@ def outside_views(tensors: Collection[Tensor]) -> list[tuple[Tensor, list[Tensor
 
 
 class _Run:
-    """Tensors of one dtype that lie one beside the other, and the same memory in other dtypes."""
+    """Tensors of one dtype that lie side by side, and their memory in other dtypes."""
 
     def __init__(self, run: Mapping[Tensor, MemoryPlace]) -> None:
         tensor, place = next(iter(run.items()))
@@ -174,7 +174,7 @@ class _Run:
         self._cast: dict[torch.dtype, Tensor] = {}
 
     def view(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the view that a tensor is, of the same memory in another dtype."""
+        """Return the view of the memory in another dtype that corresponds to a tensor."""
         if dtype not in self._cast:
             self._cast[dtype] = _shared_like(self._memory.to(dtype), self._memory)
         first = tensor.storage_offset() - self._first
@@ -182,11 +182,11 @@ class _Run:
 
 
 class CastMemory:
-    """Gives tensors memory in another dtype: those on one storage views of one storage again.
+    """Gives tensors memory in another dtype. Those on one storage are views of one storage again.
 
-    It knows the tensors that were noted, until it forgets them, and keeps their memory meanwhile. Each
-    element is cast once. What lies in shared memory stays in shared memory. Views of one storage with
-    other things between them, as tensors of a file that is mapped, get memory of their own.
+    It keeps the memory of the tensors that it has noted until it forgets them. Each element is cast
+    once. What lies in shared memory stays in shared memory. Views of one storage with other data
+    between them, such as tensors of a mapped file, get separate memory.
     """
 
     def __init__(self) -> None:

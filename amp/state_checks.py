@@ -163,7 +163,7 @@ class StateChecks:
             dtype: the dtype of the copy, in whose range the values have to be; None is that of `like`.
             low: the smallest value that is allowed.
             may_be_inf: whether inf is allowed; NaN never is.
-            copies: False returns the values as they are, for a caller that makes others of them.
+            copies: False returns the values themselves, for a caller that converts them.
         """
         dtype = dtype or like.dtype
         kind = "complex" if like.is_complex() else "floating-point"

@@ -51,7 +51,7 @@ def _takes_no_reference() -> bool:
 
 
 def _keep_with_reference(key: str, value: object) -> None:
-    """Store an object where torch drops a reference to it without having taken one, as torch 2.6."""
+    """Store an object, and take the reference that torch 2.6 drops without having taken it."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
     _internals._stash_obj_in_tls(key, value)
 
@@ -61,7 +61,7 @@ def _keep_nothing(key: str) -> None:
 
 
 remove_from_thread: Callable[[str], None] = getattr(_internals, "_remove_obj_from_tls", _keep_nothing)
-"""Removes what is stored by a key, if anything is; before torch 2.13, stores None instead."""
+"""Removes the object stored by a key, if there is one; before torch 2.13, stores None instead."""
 keep_in_thread: Callable[[str, object], None] = (
     _keep_with_reference if _takes_no_reference() else _internals._stash_obj_in_tls
 )

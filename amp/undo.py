@@ -27,7 +27,7 @@ class Contents(NamedTuple):
 
     @classmethod
     def cast(cls, tensor: Tensor, dtype: torch.dtype, data: Tensor | None = None) -> Contents:
-        """Return the contents of a tensor in another dtype; `data` is its memory there, if made."""
+        """Return the contents of a tensor in another dtype, in `data` if that is given."""
         grad = None if tensor.grad is None else tensor.grad.to(dtype)
         return cls(tensor.data.to(dtype) if data is None else data, grad)
 
@@ -67,19 +67,19 @@ class Undo:
         self._always.append(function)
 
     def has_succeeded(self) -> None:
-        """Forget what is only for a failure."""
+        """Forget the functions that are only for a failure."""
         self.is_for_close, self.before, self.if_it_fails = True, {}, []
 
     def unpatch(self) -> None:
-        """Call the functions that undo what is for the whole process. Idempotent."""
+        """Undo the changes to the whole process. Idempotent."""
         for function in reversed(self._always):
             function()
 
     def close(self) -> None:
         """Call the callbacks, newest first, and forget each one that succeeds.
 
-        An error or an interrupt ends the call: older callbacks undo what newer ones rely on, as a cast
-        that masters remember. The next call goes on with the callbacks that are left.
+        An error or an interrupt ends the call: older callbacks undo what newer ones rely on, such as a
+        cast whose values masters have. The next call goes on with the callbacks that are left.
         """
         self.unpatch()
         while self._callbacks:

@@ -134,11 +134,11 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
         ),
         (
             lambda: scaling(lambda loss, o: [loss, loss]),
-            "and got list. Pass their sum, or make a block for each, with a loss_id of its own",
+            "and got list. Pass their sum, or make a block for each, with another loss_id",
         ),
         (
             lambda: scaling(lambda loss, o: loss.item()),
-            "and got float. A number, as of loss.item(), has no graph: pass the tensor itself",
+            "and got float. A number, such as loss.item(), has no graph: pass the tensor itself",
         ),
         (
             lambda: scaling(None, schedule),
@@ -159,7 +159,7 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
         ),
         (
             lambda: amp.state_dict(initialized()[0]),
-            "amp.state_dict takes no Sequential: it has the loss scalers. Save model.state_dict() and",
+            "amp.state_dict takes no Sequential: it returns the loss scalers. Save model.state_dict()",
         ),
         (
             lambda: list(amp.master_params(initialized()[0])),

@@ -162,8 +162,8 @@ class Output:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (lambda loss: np.float32(3.0), "got float32. An array, as of loss.numpy(), has no graph: pass"),
-        (lambda loss: loss.detach().numpy(), "got ndarray. An array, as of loss.numpy(), has no graph"),
+        (lambda loss: np.float32(3.0), "got float32. An array, such as loss.numpy(), has no graph"),
+        (lambda loss: loss.detach().numpy(), "got ndarray. An array, such as loss.numpy(), has no"),
         (
             lambda loss: {"loss": loss},
             "got dict. Pass the loss that is in it, as output.loss or output",
@@ -173,7 +173,7 @@ class Output:
         (lambda loss: None, "got NoneType: the model or the criterion has returned nothing"),
         (
             lambda loss: [loss, loss],
-            "got list. Pass their sum, or make a block for each, with a loss_id",
+            "got list. Pass their sum, or make a block for each, with another loss_id",
         ),
     ],
 )

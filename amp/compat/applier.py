@@ -11,7 +11,7 @@ __all__ = ["applier", "to_type"]
 
 
 def to_type(dtype: torch.dtype, t: Any) -> Any:
-    """Return a floating-point tensor in another dtype, and any other tensor as it is."""
+    """Return a floating-point tensor in another dtype, and any other tensor unchanged."""
     return t.to(dtype) if t.is_floating_point() else t
 
 

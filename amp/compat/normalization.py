@@ -108,7 +108,7 @@ def _sizes(normalized_shape: Shape) -> list[int]:
 
 
 class _Function:
-    """What apex has as a `torch.autograd.Function`, with `apply` and the arguments of `forward`."""
+    """Stands in for a `torch.autograd.Function` of apex: `apply` takes the arguments of `forward`."""
 
     forward: Callable[..., Tensor]
 

@@ -31,7 +31,7 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         allreduce_always_fp32: whether gradients are reduced in float32, whatever their dtype is.
         num_allreduce_streams: has no effect.
         allreduce_communicators: has no effect.
-        gradient_average: whether the sum is multiplied; False leaves it as it is.
+        gradient_average: whether the sum is multiplied; False keeps the sum.
         gradient_predivide_factor: the divisor of gradients before they are summed.
         gradient_average_split_factor: has no effect.
         prof: has no effect.

@@ -42,7 +42,7 @@ def _setting(field: str) -> Any:
 
 
 class LossScaler:
-    """apex's `amp.scaler.LossScaler`, an adapter of this library's: one of its own, or a session's.
+    """apex's `amp.scaler.LossScaler`, on a scaler of this library: a new one, or a session's.
 
     Args:
         loss_scale: "dynamic", or the scale.
@@ -306,7 +306,7 @@ class Stash(MasterGroups):
 
     @property
     def params_have_scaled_gradients(self) -> bool:
-        """Whether there are gradients still to be unscaled. True leaves those that are there scaled."""
+        """Whether there are gradients still to be unscaled. Setting it to True leaves them scaled."""
         attached = AttachedOptimizer.of(self.optimizer)
         return attached is not None and attached.gradients.delayed is not None
 
@@ -318,7 +318,7 @@ class Stash(MasterGroups):
     def prepare_amp_backward(self) -> None:
         """Enter a block whose loss the script scales: apex's `optimizer._prepare_amp_backward`.
 
-        The gradients of a block that was entered so and not left, as after an error, are dropped.
+        If an earlier such block was not left, as after an error, its gradients are dropped.
 
         Raises:
             AmpNotImplementedError: layers run in FP8 by the recipe `delayed`.
@@ -371,16 +371,16 @@ class Stash(MasterGroups):
         attached.owner.running_stats.repair()
 
     def _delay(self, ours: scaler.LossScaler) -> Block:
-        """Leave the gradients scaled, as a block of the script's or of `delay_unscale` does; return it.
+        """Leave the gradients scaled, in a block of the script or of `delay_unscale`; return the block.
 
-        A block of the script's gets the scaler, by whose scale the script has multiplied its loss.
+        A block of the script gets the scaler by whose scale the script has multiplied its loss.
         """
         gradients = self._attached().gradients
         block = gradients.open_block
         if block is not None and block is not self._block:
             raise AmpRuntimeError(
                 "optimizer._post_amp_backward was called, or params_have_scaled_gradients set, inside "
-                "an amp.scale_loss block, which does so itself. Leave that out"
+                "an amp.scale_loss block, which does that itself. Leave it out"
             )
         block = gradients.delayed or block
         if block is None:

@@ -42,7 +42,7 @@ class MasterGroups:
     optimizer: Any
 
     def _groups(self) -> list[list[tuple[Tensor, Tensor | None]]]:
-        """Return each group's parameters, each with the model's parameter that it is a master of."""
+        """Return each group's parameters, each with the model's parameter whose master it is."""
         attached = AttachedOptimizer.of(self.optimizer)
         if attached is None:
             return []

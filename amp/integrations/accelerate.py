@@ -79,7 +79,7 @@ def prepare(
         if isinstance(model, DistributedDataParallel) and active.session_of(bare) is None:
             raise AmpRuntimeError(
                 "the model was put into DistributedDataParallel by accelerator.prepare already. Call "
-                "amp.integrations.accelerate.prepare in place of accelerator.prepare"
+                "amp.integrations.accelerate.prepare instead of accelerator.prepare"
             )
         scaler.late.cast(bare)
     prepared = Accelerator.prepare(accelerator, *objects, device_placement=device_placement)

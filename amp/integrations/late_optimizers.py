@@ -43,8 +43,7 @@ class LateOptimizers:
         self.session.close()
         self._cast: list[Tensor] = []
         self._float32: dict[Tensor, tuple[Tensor, int]] = {}
-        """The values of cast tensors from before the cast, until they have a master, and their versions
-        after it."""
+        """Values of tensors before the cast, and versions after it, until they have a master."""
         self._optimizers: list[weakref.ref[Any]] = []
         self._state: dict[str, Any] = {}
 

@@ -168,7 +168,7 @@ class AmpPlugin:
 
 
 class _OwnCalls:
-    """Hooks for the calls in a step of a cast LightningModule: of its parts, and through DDP.
+    """Hooks for calls in a step of a cast LightningModule: calls of its parts, and calls through DDP.
 
     In a step, `self.net(x)` returns FP32 like `self(x)`. DDP calls the step in place of `forward`, with
     the batch as its argument; the hooks keep it from being cast, as without DDP.
@@ -259,7 +259,7 @@ def _needs_closure(optimizer: Any) -> bool:
 
 
 def _patch_for_masters(module: Any, optimizers: Sequence[Any], patches: Patches) -> None:
-    """Patch methods of a Trainer's module and callbacks that have to take account of masters.
+    """Patch methods of a Trainer's module and callbacks that would bypass masters.
 
     `toggle_optimizer` freezes the parameters in the optimizers' groups, which are masters.
     `WeightAveraging` exchanges weights and averages through `.data`, which bypasses the masters and

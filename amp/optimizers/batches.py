@@ -144,7 +144,7 @@ def _batches(optimizer: Optimizer, inputs: Any, own: set[int]) -> Iterator[Batch
 
 
 def _names(optimizer: Optimizer, inputs: Any) -> Iterator[list[str]]:
-    """Yield the names of the parameters of each group, by which their random bits go."""
+    """Yield the names of the parameters of each group, on which their random bits depend."""
     groups = [(group["params"], group.get("param_names") or ()) for group in optimizer.param_groups]
     in_models = iter(inputs.names_of([each for params, _ in groups for each in params]))
     bare = bare_names((0, name) for _, own in groups for name in own)

@@ -73,7 +73,7 @@ def _is_usable(value: Any, parameter: Tensor, is_moment: bool) -> bool:
 
 
 def check_entries(optimizer: FusedOptimizer, index: int, place: int) -> None:
-    """Raise AmpValueError if the state of a group's parameter is none that a step could have made."""
+    """Raise AmpValueError if no step could have made the state of a group's parameter."""
     group = optimizer.param_groups[index]
     parameter = group["params"][place]
     if (name := unusable_entry(optimizer, parameter)) is None:
@@ -124,7 +124,7 @@ _MEANINGS = {
     "lows": "the low half of the master",
     "step": "the step",
 }
-"""What the tensors of a step are, besides moments."""
+"""Descriptions of the tensors of a step, besides moments."""
 
 
 def _check_tensors(
@@ -136,7 +136,7 @@ def _check_tensors(
         if tensor.layout is torch.strided and has_no_memory(tensor):
             raise AmpRuntimeError(
                 f"{_MEANINGS.get(name, f'the {name}')} of {called} has no memory: it was released, as "
-                "by untyped_storage().resize_(0). Bring it back before the step"
+                "by untyped_storage().resize_(0). Restore it before the step"
             )
     needs_norms = optimizer._goes_by_norms or optimizer.max_grad_norm
     if needs_norms and hasattr(parameter, "_fsdp_flattened"):
@@ -153,8 +153,8 @@ def _check_tensors(
         )
     if parameter.device != grad.device:
         raise AmpRuntimeError(
-            f"the gradient of {called} is on {grad.device}, and what is stepped on "
-            f"{parameter.device}: the model was moved. Do that before amp.initialize"
+            f"the gradient of {called} is on {grad.device}, and the stepped tensor on "
+            f"{parameter.device}: the model was moved. Move it before amp.initialize"
         )
     if optimizer.state_dtype and torch.float64 in (parameter.dtype, grad.dtype):
         raise AmpTypeError(

@@ -54,8 +54,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             gradients.
         set_grad_none: whether `zero_grad()` by default removes gradients, or writes zeros.
         max_grad_norm: the largest total norm of the gradients of all groups, to which they are clipped;
-            0 or None does not clip. Of DTensors all shards count, of other gradients those of this
-            rank.
+            0 or None does not clip. For DTensors all shards count, for other tensors only this rank's
+            gradients.
         state_dtype: `torch.bfloat16` keeps each moment in 16 bits; `"packed16"` keeps two moments
             together in 16 bits, and one moment in bfloat16. Both round stochastically. None keeps
             moments in the dtype of the master or parameter. The random bits depend on each group's
@@ -79,7 +79,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _scalars: tuple[str, ...] = ()
     """The state entries, besides `step`, that are one number for a whole parameter."""
     _uncounted_steps: int | None = None
-    """The steps that a saved state has taken if it does not count them; None if each must."""
+    """The number of steps of a saved state that does not count them; None if each must count."""
     _goes_by_norms = False
     """Whether a step uses the norm of each tensor."""
 
@@ -111,13 +111,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._forget_steps()
 
     def _forget_steps(self) -> None:
-        """Forget what the last step has looked at."""
+        """Forget the batches and checks of the last step."""
         self._batches = Batches()
         self._checked: list[Any] = []
-        """What the groups held when they were checked, if no code can change it in place."""
+        """The content of the groups when they were checked, if it cannot change in place."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Make a session skip steps, and unscale gradients, for a subclass with a `step` of its own.
+        """Make a session skip steps, and unscale gradients, for a subclass with its own `step`.
 
         Unless the subclass declares that its `step` reads `found_inf`, or `scaled_grads`, itself.
         """
@@ -151,7 +151,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Args:
             one: the parameters and their gradients.
             clip: float32 `[1]`, what the unscaled gradients are multiplied by; None is 1.
-            inputs: of the step: whether it is skipped, and the plan to add writes to.
+            inputs: the inputs of the step: whether it is skipped, and the plan to add writes to.
         """
         return None
 
@@ -188,13 +188,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         return (PACKED,) if self.kept_dtype is torch.int16 else self._moments(group)
 
     def _check_state_dtype(self, dtype: Any) -> None:
-        """Raise AmpValueError unless moments can be kept in it."""
+        """Raise AmpValueError unless moments can be kept in this dtype."""
         if dtype is not None and dtype not in STATE_DTYPES:
             names = ", ".join(map(repr, STATE_DTYPES))
             raise AmpValueError(f"state_dtype={brief(dtype)} is not one of {names}, None")
 
     def _check_state(self) -> None:
-        """Raise AmpValueError if a parameter's state is none that a step could have made."""
+        """Raise AmpValueError if no step could have made a parameter's state."""
         for index, group in enumerate(self.param_groups):
             for place in range(len(group["params"])):
                 check_entries(self, index, place)
@@ -265,7 +265,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._cast_moments()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as `torch.optim`'s counterpart has it: packed moments are two in bfloat16.
+        """Return the state in the form of the `torch.optim` counterpart: packed moments become two in
+        bfloat16.
 
         They become the same packed moments again when they are loaded, also from float32.
         """

@@ -133,7 +133,7 @@ def unpack_moments(entry: dict[str, Any], parameter: Tensor, dtype: torch.dtype)
 
 
 def _replace(entry: dict[str, Any], old: Iterable[str], new: dict[str, Any]) -> None:
-    """Replace entries at once, so that nothing is lost if memory runs out, or by an interrupt."""
+    """Replace entries at once, so that a lack of memory or an interrupt loses nothing."""
     at_once(functools.partial(entry.update, new), *(functools.partial(entry.pop, x) for x in old))
 
 

@@ -114,11 +114,11 @@ class Fp8Recipe:
     nothing.
 
     Attributes:
-        recipe: what gets a scale of its own, and where that comes from.
+        recipe: which numbers share a scale, and where the scale comes from.
         format: hybrid has gradients in E5M2, with more range and less precision.
         power_of_2_scales: scales are rounded down to powers of 2; false follows Transformer Engine and
             torchao exactly.
-        amax_history: `delayed`: how many iterations the scale looks back on.
+        amax_history: `delayed`: how many earlier iterations the scale considers.
         amax_algo: `delayed`: the largest of them, or the newest.
         margin: `delayed`: how many powers of 2 the scale stays below what would just fit.
         reduce_amax: `delayed`: ranks share the largest magnitudes that they saw.
@@ -134,7 +134,7 @@ class Fp8Recipe:
             use the same weight.
         forward: FP4: outputs are computed in FP4, or in half precision, as for the end of a training.
         grad_input: FP4: gradients of inputs are computed in FP4, or in half precision.
-        seed: FP4: of the random bits.
+        seed: FP4: the seed of the random bits.
         all_gather: `current`: FSDP2 gathers weights in E4M3, by scales that ranks agree on.
 
     Raises:
@@ -311,7 +311,7 @@ _REFUSED = {
     "fp4_?param|param.*fp4": "weights are kept in the level's dtype, and are quantized when they are "
     "used; leave it out, and take master_weights='split24' to save memory",
 }
-"""What other libraries have for FP4, by a pattern, and what is said of it."""
+"""Options of other libraries for FP4 that are refused, by a pattern, and the advice of the error."""
 
 
 def _fields(written: str, value: Any) -> dict[str, Any]:
@@ -335,7 +335,7 @@ def _fields(written: str, value: Any) -> dict[str, Any]:
 
 
 def _with_skip(name: str, mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a mapping with `skip` for Megatron's three keys that say it together."""
+    """Return a mapping with `skip` instead of the three keys with which Megatron says it."""
     rest = dict(mapping)
     counts = {}
     for written, end in _OF_MEGATRON.items():

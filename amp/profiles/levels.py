@@ -57,7 +57,7 @@ def levels_with(name: str) -> str:
 
 
 def compute_dtype(p: Properties) -> torch.dtype | Literal[False] | None:
-    """Return the dtype of matrix products apart from FP8; None or False where it is the inputs'."""
+    """Return the dtype of matrix products outside of FP8; None or False for that of the inputs."""
     return p.patch_torch_functions_type or p.cast_model_type
 
 

@@ -16,7 +16,7 @@ class LossScaling:
     """How the loss scale starts and moves; see docs/profiles.md.
 
     `hysteresis` counts overflows since the last growth: every overflow skips its step, whether the
-    scale backs off or not. A `static` scale looks at gradients only where `check` says so.
+    scale backs off or not. A `static` scale checks gradients only where `check` says so.
 
     Attributes:
         mode: dynamic, or static with `init` as the scale.
@@ -25,11 +25,11 @@ class LossScaling:
         backoff_factor: factor after an overflow.
         growth_interval: good iterations in a row before growth.
         hysteresis: overflows since the last growth before the scale backs off.
-        consecutive_hysteresis: a good iteration gives the spent hysteresis back.
+        consecutive_hysteresis: a good iteration restores the full hysteresis.
         min: floor; none is 2^-126.
         max: ceiling.
-        check: a step is skipped whose gradients have an inf or NaN. A static scale has false unless it
-            says so; auto is true where the host need not wait for that.
+        check: a step whose gradients have an inf or NaN is skipped. The default of a static scale is
+            false; auto is true where the host need not wait for the check.
         overflow_patience: overflows in a row before a warning; below a scale of 1, three.
 
     Raises:

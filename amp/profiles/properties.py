@@ -23,7 +23,7 @@ StateDtype = torch.dtype | Literal["packed16"]
 """How a fused optimizer keeps its moments: in bfloat16, or in 16 bits for a parameter."""
 
 CastInputs = bool | tuple[str, ...]
-"""Whether a cast model casts its inputs; or the names of the arguments and modules that it does not."""
+"""Whether a cast model casts its inputs; or the names of the arguments and modules that it exempts."""
 
 
 def _parse_cast_inputs(name: str, value: object) -> CastInputs:
@@ -40,7 +40,7 @@ def _parse_cast_inputs(name: str, value: object) -> CastInputs:
 
 
 def excepting(arguments: Iterable[str], now: CastInputs = True) -> str:
-    """Return, as YAML, `cast_model_inputs` that leaves alone arguments too, besides those of now."""
+    """Return, as YAML, `cast_model_inputs` that exempts more arguments than it does now."""
     names = dict.fromkeys([*(() if isinstance(now, bool) else now), *arguments])
     quoted = (name if name.replace(".", "_").isidentifier() else f"'{name}'" for name in names)
     return f"cast_model_inputs: {{except: [{', '.join(quoted)}]}}"
@@ -69,7 +69,7 @@ class Properties:
     """Everything that an opt level decides, as `amp.load_profile` shows it; see docs/profiles.md.
 
     Attributes:
-        opt_level: the level this derives from, such as `"O2"`, or None for a profile of its own.
+        opt_level: the level this derives from, such as `"O2"`, or None if it extends no level.
         brief: one line that says what it is.
         enabled: False makes `initialize` and `scale_loss` do nothing.
         cast_model_type: dtype of weights and inputs; false casts neither.
@@ -77,21 +77,22 @@ class Properties:
         patch_torch_functions_type: the dtype of the ops that gain from half precision; each level has
             its own.
         keep_batchnorm_fp32: norms with running statistics stay FP32 in a cast model.
-        keep_norm_fp32: all norms do: LayerNorm, GroupNorm, RMSNorm and InstanceNorm too.
-        buffer_dtype: float32 keeps all floating-point buffers in FP32 in a cast model, and norms with
-            running statistics; none casts them as weights.
+        keep_norm_fp32: all norms stay FP32 in a cast model: LayerNorm, GroupNorm, RMSNorm and
+            InstanceNorm too.
+        buffer_dtype: float32 keeps all floating-point buffers of a cast model in FP32, and norms with
+            running statistics; none casts buffers like weights.
         master_weights: the optimizer steps FP32 copies of 16-bit weights; split16 and kahan keep them
             in 16 bits, split24 in 8 bits with stochastic rounding.
         state_dtype: the moments of a fused optimizer, rounded stochastically: bfloat16, or packed16,
             16 bits for both moments of Adam together.
         reduce_dtype: dtype in which FSDP2 reduces gradients of a cast model; none is FP32.
         loss_scaling: see `LossScaling`.
-        protect_buffers: running statistics that an overflow has made inf or NaN get their last finite
-            values back, where gradients are checked.
-        diagnose: a step after a streak of overflows is watched, and what was wrong is logged.
+        protect_buffers: where gradients are checked, running statistics that an overflow has made inf
+            or NaN get their last finite values back.
+        diagnose: after a streak of overflows amp diagnoses a step, and logs the cause.
         fp8: linear layers run in FP8 or FP4, on top of a half-precision level.
-        cast_model_inputs: a cast model casts floating inputs; `{except: [positions, rope.*]}` leaves
-            arguments and modules of these names alone.
+        cast_model_inputs: a cast model casts floating-point inputs; `{except: [positions, rope.*]}`
+            exempts arguments and modules with these names.
         cast_model_outputs: dtype of the model's outputs; none is FP32 where the model is cast.
         rules: precision of single ops, modules, parameters and buffers.
     """
@@ -122,7 +123,7 @@ class Properties:
 
     @property
     def loss_scale(self) -> float | Literal["dynamic"]:
-        """The loss scale as apex wrote it: `"dynamic"` or a number."""
+        """The loss scale in apex's form: `"dynamic"` or a number."""
         return "dynamic" if self.loss_scaling.dynamic else self.loss_scaling.init
 
     @property

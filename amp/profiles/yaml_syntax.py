@@ -148,11 +148,11 @@ class _Reader:
 
     def _key(self, node: Any) -> str:
         if not isinstance(node.value, str):
-            self.fail(node, "a list or mapping stands in the place of a key; write a name")
+            self.fail(node, "a list or mapping stands where a key should be; write a name")
         self._check_tag(node)
         self._spend(node, values=0)
         if node.value == "<<":
-            self.fail(node, "a merge key ('<<') is not understood; write 'extends:', or each key")
+            self.fail(node, "merge keys ('<<') are not allowed; write 'extends:', or each key")
         return str(node.value)
 
     def _check_tag(self, node: Any) -> None:

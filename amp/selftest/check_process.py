@@ -1,4 +1,4 @@
-"""The process that runs checks, one after the other, and writes what it finds as lines of JSON."""
+"""The process that runs checks, one after the other, and writes their results as lines of JSON."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main(device: str, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _only_ours() -> Iterator[TextIO]:
-    """Yield standard output, and let everything else that is written there go to standard error."""
+    """Yield standard output, and redirect all other writes to it to standard error."""
     with os.fdopen(os.dup(1), "w") as stream:
         os.dup2(2, 1)
         yield stream

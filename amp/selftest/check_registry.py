@@ -17,7 +17,7 @@ class SkipError(Exception):
 
 
 class Outcome(NamedTuple):
-    """What a check has found that passed.
+    """The result of a check that has passed.
 
     Attributes:
         figure: a number to show, with its unit, or an empty text.
@@ -45,7 +45,7 @@ class Check(NamedTuple):
 
 
 CHECKS: dict[str, Check] = {}
-"""Those of the modules that were imported."""
+"""The checks of the modules that were imported."""
 
 
 def all_checks() -> dict[str, Check]:
@@ -75,7 +75,7 @@ def needs_gpu(device: torch.device, what: str) -> None:
 
 
 def needs_triton(device: torch.device, otherwise: str) -> None:
-    """Raise SkipError where plain torch steps, which makes the host wait."""
+    """Raise SkipError where plain torch runs the step, because the host waits then."""
     if not backend.uses_triton(device):
         raise SkipError(f"plain torch runs, and makes the host wait: {otherwise}")
 

@@ -98,7 +98,7 @@ def _quantizes_fp4(granularity: Fp4Granularity, device: torch.device) -> Outcome
 
 
 def _bits_of(quantized: Quantized) -> list[Tensor]:
-    """Return values, what they stand for, and scales."""
+    """Return quantized values, the numbers that they stand for, and scales."""
     found = []
     for each in (quantized.by_row, quantized.by_column):
         if each is not None:
@@ -129,7 +129,7 @@ def _multiplies_fp4(pair: tuple[Fp4Granularity, Fp4Granularity], device: torch.d
 def _multiplies_operands(
     pair: tuple[Any, Any], operand: Callable[[Tensor, Any], Operand], device: torch.device
 ) -> Outcome:
-    """Check products of what `operand` makes of a matrix with a granularity."""
+    """Check products of matrices that `operand` has quantized with a granularity."""
     way, bits = way_of(device, *pair), []
     for rows in ROWS:
         for out_dtype in OUT_DTYPES:

@@ -84,7 +84,7 @@ def _unscale(dtype: torch.dtype, device: torch.device) -> Outcome:
 
 
 def _overflow(dtype: torch.dtype, device: torch.device) -> None:
-    """Find an inf or NaN at the ends of tensors and of what one program reads, and name the tensor."""
+    """Find an inf or NaN at the ends of tensors and of each program's part, and name the tensor."""
     size = unscale.CHECK_BLOCK + 5
     places = (0, 7, 8, unscale.BLOCK - 1, unscale.BLOCK, unscale.CHECK_BLOCK, size - 1)
     for bad, place in itertools.product((torch.inf, -torch.inf, torch.nan), places):
@@ -203,7 +203,7 @@ for _name, _dtype in DTYPES.items():
 
 @check("kernels: the loss scale")
 def _scale(device: torch.device) -> Outcome:
-    """Let it fall to its floor and grow to its ceiling, once in a while with hysteresis left."""
+    """Let the scale fall to its floor and grow to its ceiling, sometimes with hysteresis left."""
     seen = []
     for reset in (False, True):
         state, plain = torch.zeros(7, device=device), torch.zeros(7)

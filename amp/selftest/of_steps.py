@@ -48,7 +48,7 @@ SCALE, CLIP = 128.0, 0.5
 
 
 class Run(NamedTuple):
-    """What a training is made of.
+    """The tensors of a training.
 
     Attributes:
         params: the masters, or the high halves of them.
@@ -66,7 +66,7 @@ class Run(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All that a step writes."""
+        """All tensors that a step writes."""
         every = [self.params, self.models or [], self.lows or [], *self.moments, self.steps]
         return [tensor for tensors in every for tensor in tensors]
 
@@ -125,7 +125,7 @@ def take_step(rule: UpdateRule, run: Run, i: int, device: torch.device, on_host:
 
 
 def trained(rule: UpdateRule, mode: str, device: torch.device, on_host: bool = False) -> Run:
-    """Return what twenty steps make of the weights."""
+    """Return the weights after twenty steps."""
     run = starting(rule, mode, device)
     for i in range(STEPS):
         take_step(rule, run, i, device, on_host)

@@ -1,4 +1,4 @@
-"""Runs checks in processes of their own, each under its time limit."""
+"""Runs checks in separate processes, each under its time limit."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ STARTING, ENDING = 120.0, 10.0
 def results(
     checks: Sequence[Check], device: str, child: str = "amp.selftest.check_process"
 ) -> Iterator[dict[str, Any]]:
-    """Yield what each check finds, as soon as it does.
+    """Yield the result of each check as soon as it is known.
 
-    A failure may leave a device unusable for its process, so the next check gets another one. So it
-    does after a check that has taken too long, or whose process has ended.
+    The next check gets a new process after a failure, which may leave the device unusable for its
+    process, after a check that has taken too long, and when a process has ended.
 
     Args:
         checks: the checks.
@@ -105,7 +105,7 @@ class _Lines(threading.Thread):
         self.queue.put(None)
 
     def last(self) -> str:
-        """Return the last line; another process may keep the stream open, and is not waited for."""
+        """Return the last line, without waiting for another process that keeps the stream open."""
         self.join(ENDING)
         lines = [line.strip() for line in list(self.queue.queue) if line and line.strip()]
         return lines[-1] if lines else "without a word"

@@ -19,7 +19,7 @@ from amp.terminal.command import Answer, argument, command
 from amp.terminal.text import Printer
 
 _OF_DIGEST = ("kernels:", "training:", "fp8:")
-"""The sections whose bits the digest is of."""
+"""The sections whose bits go into the digest."""
 _WIDTH = 80
 
 

@@ -19,7 +19,7 @@ Argument = tuple[str, dict[str, Any]]
 
 
 class Answer(NamedTuple):
-    """What a command returns that has something to judge.
+    """The result of a command that judges something.
 
     Attributes:
         data: what `--json` prints.
@@ -35,10 +35,9 @@ class Command(NamedTuple):
 
     Attributes:
         name: the command's name.
-        function: what it runs. Its docstring is the text of `--help`: a summary, examples, and what
-            else there is to say.
+        function: what it runs. Its docstring is the text of `--help`: a summary, examples, and notes.
         arguments: its arguments.
-        takes_a_script: whether what comes after `--` is left to a script, as `for_the_script`.
+        takes_a_script: whether arguments after `--` go to a script, as `for_the_script`.
     """
 
     name: str

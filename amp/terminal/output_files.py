@@ -14,15 +14,15 @@ _BEGINNINGS = {
 
 
 def check_output(path: Path, kind: str, mark: str = "") -> None:
-    """Raise AmpValueError if the folder does not exist, or the file does and is of another kind.
+    """Raise AmpValueError if the folder does not exist, or a file of another kind has this path.
 
     An empty file may always be overwritten.
 
     Args:
         path: the path of the file to write.
         kind: `".html"`, `".png"` or `".svg"`.
-        mark: a text that the first KiB of an existing file must contain. It is for a default `path`,
-            so that no file of the user's is lost, even if it is of the same kind.
+        mark: a text that the first KiB of an existing file must contain. It is for a default `path`, so
+            that a file of the user is not lost even if it is of the same kind.
     """
     if "\0" in str(path) or not path.absolute().parent.is_dir():
         raise AmpValueError(f"{path} cannot be written: there is no folder {path.absolute().parent}")

@@ -24,7 +24,7 @@ class Progress:
 
     @contextmanager
     def of_run(self, what: str) -> Iterator[Callable[[int, int], None]]:
-        """Show a run during the block; yield what is told how many steps were made, and of how many."""
+        """Show a run in the block; yield a function that takes the steps made and their total."""
         self._made += 1
         if self._is_quiet:
             yield lambda steps, of: None

@@ -34,7 +34,7 @@ class Printer:
             self.block = "#"
 
     def line(self, text: str = "") -> None:
-        """Write lines; on a terminal those that are wider than it go on in the next one, indented."""
+        """Write lines; on a terminal, fold those that are wider, and indent the rest."""
         for each in text.split("\n"):
             print(self._folded(each), file=self.stream)
 

@@ -38,7 +38,7 @@ def main(rank: int, folder: Path, port: int) -> None:
         AcceleratorState._reset_state()
     torch.save(results, folder / f"{rank}.pt")
     script = Script(None)
-    with pytest.raises(AmpRuntimeError, match="in place of accelerator.prepare"):
+    with pytest.raises(AmpRuntimeError, match="instead of accelerator.prepare"):
         prepare(script.accelerator, script.model, script.optimizer, opt_level="O2")
     assert prepare(script.accelerator, net(), opt_level="O1")
     torch.distributed.destroy_process_group()
