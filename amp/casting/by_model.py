@@ -76,7 +76,7 @@ _OF_QUANTIZATION = {
 
 
 def _imitates_quantization(module: nn.Module) -> bool:
-    """Whether a module imitates quantization, or observes values for it; its scales must be FP32."""
+    """Whether a module imitates quantization, or observes values for it: its scales must be FP32."""
     places = _OF_QUANTIZATION.items()
     return any(isinstance(module, getattr(sys.modules.get(each), name, ())) for each, name in places)
 
@@ -201,7 +201,7 @@ class CastModel(Strategy):
         undo.callback(vars(model).pop, "__prepare_scriptable__", None)
 
     def before_cast(self, buffer: Tensor) -> Tensor | None:
-        """Return what a buffer was before the cast to 16 bits, if nothing has written to it since."""
+        """Return the value of a buffer before its cast to 16 bits, unless it was written to since."""
         data, version = self._cast.get(buffer, (None, None))
         return data if version == buffer._version else None
 
@@ -215,7 +215,7 @@ class CastModel(Strategy):
             self._has_warned = True
             warn(
                 f"the loss is in {dtype_name(loss.dtype)}, and outputs of model(x) are in "
-                f"{dtype_name(outputs)}: perhaps it comes of model.forward(x) or of a part of the "
+                f"{dtype_name(outputs)}: perhaps it comes from model.forward(x) or from a part of the "
                 "model, whose outputs amp does not cast. Call model(x), or output.float()"
             )
 
@@ -226,7 +226,7 @@ class CastModel(Strategy):
           `cast_model_outputs`.
         - A layer that needs its input in its weight's dtype casts it, so that a submodule can be
           called on its own, and FP32 activations may appear inside the model. Where no tensor of the
-          model is cast, its code gives each layer what it takes.
+          model is cast, the model's code gives each layer its dtype.
         - A norm kept in FP32 that cannot take half inputs casts them up, and its output down again.
         - A module that a rule matches casts its inputs to the rule's dtype, and not its outputs; but a
           parametrization casts what it computes to the dtype of its layer.
@@ -313,8 +313,8 @@ def _cast_back(
 ) -> None:
     """Cast parameters and buffers to the dtypes that they had, unless a master has restored them.
 
-    They are found by name, because torch swaps no tensors that have weak references. What has got a
-    name since, as a parametrization does, was made of what was cast, and becomes FP32.
+    They are found by name, because torch swaps no tensors that have weak references. Tensors with new
+    names, such as those of a parametrization, were made from cast ones, and become FP32.
     """
     model = reference()
     if model is None:

@@ -58,7 +58,7 @@ class CastOutput(_Cast):
         return cast_tensors(output, CASTABLE, self.dtype)
 
     def _without_output(self, module: nn.Module) -> None:
-        """Do what is to be done where the forward has returned nothing, or raised."""
+        """Handle a forward that has returned nothing, or raised."""
 
 
 class CastInputs(_Cast):
@@ -124,7 +124,7 @@ class ModelInputs(CastInputs):
             dtype = dtype_name(self.dtype)
             warn(
                 f"the argument '{name}' of the model is cast to {dtype}, and holds {found}. Give "
-                "integers as torch.long and masks as bools, or leave the argument alone: "
+                "integers as torch.long and masks as bools, or exempt the argument: "
                 f"{properties.excepting([name], self.which)} in a profile"
             )
 
@@ -137,7 +137,7 @@ def can_ruin(x: Tensor, dtype: torch.dtype) -> bool:
 
 @without_grad
 def ruined_by_cast(x: Tensor, dtype: torch.dtype) -> str:
-    """Return which integers or masks a cast ruins, as part of a sentence; or an empty text.
+    """Return which integers or masks a cast ruins, as part of a sentence, or an empty text.
 
     The host waits for the device.
     """

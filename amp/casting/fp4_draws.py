@@ -1,4 +1,4 @@
-"""How often each layer in FP4 has drawn random bits: all that a resumed run needs to draw the same.
+"""How often each layer in FP4 has drawn random bits, so that a resumed run draws the same ones.
 
 A layer draws for its gradient, once for each backward through it. Recomputation runs forwards only, and
 a module that is called twice has two backwards, so neither needs care. The bits depend on this count,
@@ -34,7 +34,7 @@ class Draws:
     def add(self, names: Sequence[str], *devices: torch.device) -> int:
         """Add counts for layers on these devices, and return the index of the first new layer.
 
-        The lists and tensors are new ones: the attributes from before, set again, remove the counts.
+        The lists and tensors are new ones: setting the old attributes again removes the counts.
         """
         first = len(self.names)
         counts = self.counts.to(devices[0])

@@ -17,7 +17,7 @@ ENOUGH = math.sqrt(3)
 
 
 class Noise:
-    """The gradients of weights, and what rounding them to FP4 has added, of the layers of a step."""
+    """The gradients of weights in a step, and the noise that rounding to FP4 has added."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
@@ -28,8 +28,8 @@ class Noise:
         """Add what one backward of a layer contributes.
 
         Args:
-            name: of the layer.
-            grad: of its output `[M, N]`, before it was rounded.
+            name: the name of the layer.
+            grad: the gradient of its output `[M, N]`, before it was rounded.
             rounded: its transpose in FP4, `[N, M']`.
             of_input: the transpose of the layer's input in FP4, `[K, M']`.
             hadamard: whether both are transformed.

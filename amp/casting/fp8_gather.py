@@ -1,12 +1,12 @@
 """Weights of FSDP2 that travel in FP8: each rank quantizes its shard, and gathers 1 byte for a number.
 
     factor = FMAX / (largest amax of all shards)      of all layers in one reduction
-    values = gathered E4M3 of shard * factor          what gathering first and quantizing then gives
+    values = gathered E4M3 of shard * factor    the same as gathering first, then quantizing
     weight = values / factor                          in the dtype that FSDP2 would have gathered
 
 FSDP2 asks a shard's local tensor for two methods, and finds them as attributes, so that no parameter
-changes its class. The layer multiplies `values`; whatever else reads the gathered weight sees a plain
-tensor. While gathered, a weight takes 1 byte for a number more than without.
+changes its class. The layer multiplies `values`; all other readers of the gathered weight see a plain
+tensor. While gathered, a weight takes 1 byte more for each number than without FP8.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,10 @@ class Gathers:
             each.agreed = each.version()
 
     def attach(self, *_: Any) -> None:
-        """Let FSDP2 gather in FP8. Each forward calls this: a shard may have become another tensor."""
+        """Let FSDP2 gather in FP8.
+
+        Each forward calls this, because a shard may be another tensor by then.
+        """
         for each in self.weights.values():
             each.attach()
 
@@ -68,7 +71,7 @@ class Gathers:
 
 
 class GatheredWeight:
-    """One weight that travels in FP8: what FSDP2 calls to gather it, and what is gathered."""
+    """One weight that travels in FP8: methods by which FSDP2 gathers it, and gathered tensors."""
 
     def __init__(self, gathers: Gathers, param: Any, number: int) -> None:
         self._gathers, self._param, self._number = gathers, param, number
@@ -78,7 +81,7 @@ class GatheredWeight:
         self._forget()
 
     def __deepcopy__(self, memo: Any) -> None:
-        """Let a copy of a shard, which has this in its attributes, be a plain tensor."""
+        """Make a copy of a shard, which has this in its attributes, a plain tensor."""
 
     def attach(self) -> None:
         """Let FSDP2 find the two methods."""
@@ -90,7 +93,7 @@ class GatheredWeight:
             self._param._unsharded_inner_tensors = freed
 
     def version(self) -> Any:
-        """Return what changes when the shard is written to."""
+        """Return a value that changes when the shard is written to."""
         shard, local = self._param.sharded_param, self._param._sharded_local_tensor
         return id(local), local._version, shard._version  # steps through the DTensor raise only its own
 
@@ -150,7 +153,7 @@ class GatheredWeight:
         self._forget()
 
     def _forget(self) -> None:
-        """Let FSDP2 forget the memory in which it has gathered the weight."""
+        """Make FSDP2 forget the memory in which it has gathered the weight."""
         param = self._param
         vars(param).pop("_unsharded_param", None)
         vars(param).pop("_extensions_data", None)

@@ -38,8 +38,9 @@ class AmaxHistory:
         groups_of_data: returns the process groups whose ranks see different data.
         groups_of_meshes: those whose ranks hold parts of the layers.
         iteration: how many iterations have ended.
-        is_new: whether factors may be unknown, so that layers are scaled by their own amaxes: for the
-            first iterations, which may overflow. The host, which does not wait, cannot know.
+        is_new: whether factors may still be unknown, so that layers are scaled by their own amaxes. It
+            is True for a number of iterations, because these may overflow, and the host does not wait
+            to know.
         ended_in_block: whether a block has ended the iteration that the next step belongs to.
     """
 
@@ -62,7 +63,7 @@ class AmaxHistory:
     def add(self, names: Sequence[str], *devices: torch.device) -> int:
         """Add entries for layers on these devices, and return the index of the first new layer.
 
-        The lists and tensors are new ones: the attributes from before, set again, remove the entries.
+        The lists and tensors are new ones: setting the old attributes again removes the entries.
 
         Raises:
             AmpRuntimeError: the layers are on several devices.
@@ -163,7 +164,10 @@ class AmaxHistory:
             self._factors = factors
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the history of now. The host does not wait for the device."""
+        """Return a function that restores the present history.
+
+        The host does not wait for the device.
+        """
         amaxes, loss_scale = self.amaxes.clone(), self._loss_scale.clone()
         before = {
             name: getattr(self, name)

@@ -82,7 +82,7 @@ class Layer(NamedTuple):
             warn(
                 f"'{self.name}' and the other layers in {self.recipe.number_format} run in half "
                 "precision under torch.func, in forward-mode differentiation and in torch.jit.trace, "
-                "which know no such products"
+                "which do not support such products"
             )
         return False
 
@@ -92,7 +92,7 @@ class Layer(NamedTuple):
         return self.recipe.recipe in FP4 and not is_high
 
     def operand(self, parts: tuple[Tensor | None, ...], entry: int) -> Operand:
-        """Return the operand for an input, or a weight by row, from what `parts_of` returned of it."""
+        """Return the operand for an input, or a weight by row, from the result of `parts_of`."""
         values, inverse, outer = parts
         assert values is not None
         assert inverse is not None
@@ -100,7 +100,7 @@ class Layer(NamedTuple):
         return Operand(values, inverse, granularity, bool(self.recipe.power_of_2_scales), outer)
 
     def _granularity(self, entry: int, is_backward: bool = False) -> AnyGranularity:
-        """Return what shares a scale: for a weight, in the forward or in the backward."""
+        """Return which numbers share a scale; those of a weight differ between forward and backward."""
         of_values, of_weight, of_columns = GRANULARITIES[self.recipe.recipe]
         if entry != WEIGHT or self.recipe.square_weights is False:
             return of_values
@@ -214,7 +214,7 @@ class Layer(NamedTuple):
 
 
 _SAMPLE = 64
-"""How many values of an input on the CPU are compared, for a write that torch does not count."""
+"""How many values of an input on the CPU are compared, to find writes that torch does not count."""
 
 
 class _Latest(threading.local):
@@ -222,7 +222,7 @@ class _Latest(threading.local):
 
     Attributes:
         of: the input.
-        key: what must be the same for the next layer.
+        key: values that must be the same for the next layer.
         number: the layer whose scale it has.
         result: the input in FP8.
         sample: some of its values, on the CPU.
@@ -250,7 +250,7 @@ def _is_transformed() -> bool:
 
 
 def _parts_of(operand: Operand | None) -> tuple[Tensor | None, ...]:
-    """Return an operand's tensors: torch does not look for them in tuples."""
+    """Return an operand's tensors, because torch does not look for tensors in nested tuples."""
     return (None,) * 3 if operand is None else (operand.values, operand.inverse, operand.outer)
 
 
@@ -283,7 +283,7 @@ def _quantized_input(x: Tensor, layer: Layer, by_row: bool, by_column: bool, see
 
 
 def _counts_writes(x: Tensor) -> bool:
-    """Whether torch counts what is likely to write to a tensor.
+    """Whether torch counts the usual writes to a tensor.
 
     It counts nothing in inference mode. Scripts and libraries write to leaves in ways that it does not
     count: through `.data`, by collectives, from other frameworks. On the CPU values are compared.
@@ -294,7 +294,7 @@ def _counts_writes(x: Tensor) -> bool:
 
 
 def _is_equal(sample: Tensor | None, other: Tensor | None) -> bool:
-    """Whether values are as they were; True on devices other than the CPU, where none are kept."""
+    """Whether values are unchanged; True on devices other than the CPU, where none are kept."""
     return sample is None or (other is not None and torch.equal(sample, other))
 
 

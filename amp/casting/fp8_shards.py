@@ -4,8 +4,8 @@
     Colwise     Shard(0)    whole        Shard(-1)    sums of all ranks
     Rowwise     Shard(1)    Shard(-1)    sums         Shard(-1)
 
-A rank quantizes its own parts by the scales of whole tensors: the ranks agree on the amax of what is
-cut, by one MAX all-reduce of it, and whole tensors need none. Under `delayed` the history has these
+A rank quantizes its own parts by the scales of whole tensors: the ranks agree on the amax of a cut
+tensor by one MAX all-reduce, and whole tensors need none. Under `delayed` the history has these
 amaxes, which ranks share once a step. So the parts have the bits that one process gives them, and only
 sums that are cut (the output of Rowwise, the gradient of Colwise's input) are rounded in other places.
 """
@@ -32,14 +32,14 @@ class Split(NamedTuple):
 
     Attributes:
         group: the ranks.
-        dims: the dimension that is cut of input, weight and gradient of the output; None if whole.
+        dims: the cut dimension of the input, the weight and the output's gradient; None if whole.
     """
 
     group: ProcessGroup
     dims: tuple[int | None, int | None, int | None]
 
     def part(self, entry: int) -> Part | None:
-        """Return that an input, a weight or a gradient is a part of another, or None if it is whole."""
+        """Return how an input, a weight or a gradient is cut, or None if it is whole."""
         dim = self.dims[entry]
         return None if dim is None else Part(dim, functools.partial(_agree, group=self.group))
 
@@ -49,7 +49,7 @@ def _agree(amaxes: Tensor, group: ProcessGroup) -> None:
 
 
 def waited(x: Any) -> Tensor:
-    """Return a tensor that a collective has been started for, once it is there."""
+    """Wait for the result of a collective, and return it."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
     return x.trigger_wait() if isinstance(x, AsyncCollectiveTensor) else x  # type: ignore[no-any-return, no-untyped-call]

@@ -42,8 +42,9 @@ class Switch:
     Attributes:
         on: whether the session is open.
         forward_is_high: whether outputs are computed in half precision.
-        note_gradient: is told of gradients of weights in FP4, as `Noise.note` is; or None.
-        has_warned: whether it was said that a layer does not run in FP8 under a transform.
+        note_gradient: a function that is called with gradients of weights in FP4, as `Noise.note`; or
+            None.
+        has_warned: whether there was a warning that a layer does not run in FP8 under a transform.
     """
 
     def __init__(self, forward_is_high: bool = False) -> None:
@@ -54,12 +55,12 @@ class Switch:
 
 
 class Fp8Linears(Strategy):
-    """Runs linear layers in FP8 or FP4, on top of whatever else the level does to the model.
+    """Runs linear layers in FP8 or FP4, on top of the level's other changes to the model.
 
     Attributes:
         history: the amax history of `delayed`; None for the other recipes.
         draws: the counts of random draws, where gradients are rounded stochastically; or None.
-        switch: what all layers share.
+        switch: the `Switch` that all layers share.
     """
 
     state_key = "fp8"
@@ -81,7 +82,7 @@ class Fp8Linears(Strategy):
         return properties.enabled
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise AmpRuntimeError for a layer that tensor parallelism has cut as FP8 does not support."""
+        """Raise AmpRuntimeError for a layer that tensor parallelism has cut in a way unknown to FP8."""
         from amp.casting.fp8_shards import split_of
 
         recipe = self.properties.fp8
@@ -155,7 +156,7 @@ class Fp8Linears(Strategy):
         return gathers.weights
 
     def _switch_off(self, undo: Undo) -> None:
-        """Let no layer multiply in FP8 as the session closes; do nothing if `initialize` has failed."""
+        """Turn FP8 off as the session closes; do nothing if `initialize` has failed."""
         if undo.is_for_close:
             self.switch.on = False
 
@@ -195,7 +196,7 @@ class Fp8Linears(Strategy):
 
     @property
     def _kept(self) -> "AmaxHistory | Draws | None":
-        """What layers keep from one step to the next, and a checkpoint has."""
+        """The state that layers keep from one step to the next, and a checkpoint has."""
         return self.history or self.draws
 
     @property
@@ -241,7 +242,7 @@ class Fp8Linears(Strategy):
 
     @staticmethod
     def checked_state(state: dict[Any, Any], path: str, checks: StateChecks) -> dict[str, Any]:
-        """Check a saved state; return it, with what it has of layers by their bare names too."""
+        """Check a saved state; return it, with the entries of layers by their bare names too."""
         recipe = state.get("recipe", "delayed")
         if not isinstance(recipe, str) or recipe not in ("delayed", *FP4):
             checks.fail(path, "recipe", brief(recipe), f"one of {', '.join(('delayed', *FP4))}")
@@ -298,7 +299,7 @@ class Fp8Linears(Strategy):
         return _unknown(state, self._kept.names if self._kept is not None else ())
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Load what is kept of layers that are prepared now, and keep it for those prepared later."""
+        """Load the entries of layers that are prepared now, and keep the others for later layers."""
         recipe = self.properties.fp8
         if state and recipe is not None and recipe.is_fp4 and "forward" in state:
             self.switch.forward_is_high = (state["forward"] or recipe.forward) == "high"
@@ -312,7 +313,7 @@ _ANEW = {
     "amaxes": "the amax history of all layers starts empty",
     "draws": "all layers draw from the beginning, so gradients are rounded by other random bits",
 }
-"""What is said of layers that a state lacks, by what it has of layers."""
+"""What a message says about layers that a state lacks, by the state's entry."""
 
 
 _FORWARDS = "fp4", "high"
@@ -320,7 +321,7 @@ _FORWARDS = "fp4", "high"
 
 
 def _by_bare_names_too(of_layers: dict[str, int]) -> dict[str, int]:
-    """Return what a state has of layers by their names, and by those without the names of wrappers.
+    """Return a state's entries by the layers' names, and by their names without those of wrappers.
 
     An earlier version has saved names with them.
     """
@@ -440,7 +441,7 @@ def _obstacle(module: nn.Linear, recipe: Fp8Recipe) -> str | None:
     """Return why a linear layer cannot run in FP8, or None."""
     cls = type(module)
     if has_forward_of_its_own(module) or cls.forward is not nn.Linear.forward:
-        return f"{cls.__name__} has a forward of its own"
+        return f"{cls.__name__} has another forward"
     if _stored(module).dtype not in CASTABLE:
         return f"the weight is {_stored(module).dtype}"
     multiple = MULTIPLES.get(recipe.recipe, 16)

@@ -157,7 +157,7 @@ PATCHES = (
 
 
 def _kept_in_fp32(layer: nn.Module, model: nn.Module) -> list[str]:
-    """Return the names of a module's own tensors that a rule names, or buffer_dtype, and are FP32."""
+    """Return the names of a module's own tensors that a rule or buffer_dtype keeps in FP32."""
     session = session_of(model)
     if session is None:
         return []

@@ -1,7 +1,7 @@
-"""Checks, before a cast, of memory that lies under several tensors, or that other code looks at.
+"""Checks, before a cast, of memory that tensors share, or that the script also uses elsewhere.
 
-The cast gives tensors new memory: views of one storage become views of one storage again, and what
-processes share stays shared; see `amp.shared_memory`. What cannot survive is named here.
+The cast gives tensors new memory: views of one storage become views of one storage again, and memory
+that processes share stays shared; see `amp.shared_memory`. Errors and warnings name what cannot survive.
 """
 
 import multiprocessing
@@ -31,7 +31,7 @@ def named_tensors(models: Sequence[nn.Module]) -> dict[Tensor, str]:
 
 
 def check_memory(models: Sequence[nn.Module], properties: Properties) -> None:
-    """Raise AmpRuntimeError, or warn, where memory that is shared before a cast is not after it.
+    """Raise AmpRuntimeError, or warn, where a cast would end the sharing of memory.
 
     The host does not wait for the device. If tensors of the models share a storage, this looks at all
     objects of the process once.
@@ -56,7 +56,7 @@ def _check_dtypes(named: Mapping[Tensor, str], cast: Mapping[Tensor, torch.dtype
         message = (
             f"these share memory, and would have different dtypes after the cast: {parts}. What is "
             "written to one would no longer reach the others. Give their modules one dtype by rules, "
-            "such as {module: ..., cast: float32}, or give each memory of its own: "
+            "such as {module: ..., cast: float32}, or give each its own memory: "
             "tensor.data = tensor.data.clone()"
         )
         if any(isinstance(tensor, nn.Parameter) for tensor in overlap.tensors):
@@ -71,20 +71,20 @@ def _warn_of_views(named: Mapping[Tensor, str], cast: Collection[Tensor]) -> Non
             names = first_few(map(named.__getitem__, inside))
             warn(
                 f"a tensor of shape {tuple(vector.shape)} that belongs to none of the models has the "
-                f"memory of {names}. The cast gives them other memory: that tensor keeps the values of "
-                "now, and what is written to it does not reach the model. Make such a vector after "
+                f"memory of {names}. The cast gives them other memory: that tensor keeps its present "
+                "values, and a write to it does not reach the model. Make such a vector after "
                 "amp.initialize, from the model's weights, or take a level that casts no weights, "
                 f"opt_level={levels_with('patch_torch_functions')}"
             )
 
 
 def _warn_of_processes(named: Mapping[Tensor, str], cast: Iterable[Tensor]) -> None:
-    """Warn of memory that processes share which run already."""
+    """Warn of memory that is shared with processes that run already."""
     shared = [named[tensor] for tensor in cast if is_shared(tensor)]
     if shared and (multiprocessing.parent_process() or multiprocessing.active_children()):
         warn(
             f"memory that other processes may see holds {first_few(shared)}. The cast gives them new "
-            "memory, which processes that run already do not see: they keep the weights of now. Start "
+            "memory, which processes that run already do not see: they keep the present weights. Start "
             "them after amp.initialize, whose result stays in shared memory, or, to train one model in "
             "several processes, take a level that casts no weights, "
             f"opt_level={levels_with('patch_torch_functions')}"
@@ -124,8 +124,8 @@ def check_masters(
             else "compute one from the other in the forward, as by F.linear(x, other.weight.t())"
         )
         raise AmpRuntimeError(
-            f"different parameters lie on one memory, and each would get a master of its own, whose "
-            f"steps would undo those of the others: {first_few(names)}. Either {how}; or pass only one "
+            f"different parameters lie on one memory, and each would get its own master, whose steps "
+            f"would undo those of the others: {first_few(names)}. Either {how}; or pass only one "
             f"of them to the optimizer; or take a level without masters, such as opt_level="
             f"{levels_with('patch_torch_functions')}"
         )

@@ -49,7 +49,7 @@ def _is_of_torch(place: str) -> bool:
 
 
 def _name_of(holder: Any, written: str = "") -> str:
-    """Return the own name of a module or class, which may differ from the name it was found under."""
+    """Return the name that a module or class gives itself, which may differ from where it was found."""
     if isinstance(holder, type):
         return f"{holder.__module__}.{holder.__qualname__}"
     name = getattr(holder, "__name__", None)

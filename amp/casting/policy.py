@@ -123,7 +123,7 @@ def load_policy(dtype: torch.dtype) -> OpPolicy:
 
 
 def _load(path: Path) -> dict[str, tuple[Any, Lines, str]]:
-    """Return the entries of a table and of those it extends, each with line numbers and file name."""
+    """Return the entries of a table and of those that it extends, with line numbers and file."""
     table: dict[str, tuple[Any, Lines, str]] = {}
     values, lines = read_mapping(path)
     for key, value in values.items():

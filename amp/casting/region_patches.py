@@ -1,4 +1,4 @@
-"""What a session that casts functions replaces in torch, besides the functions of the op tables.
+"""Replacements in torch by a session that casts functions, besides those of the op tables.
 
 They are the places where torch enters, leaves, records, or passes on its autocast state: regions,
 checkpoints, hooks of saved tensors, `torch.export`, DataParallel's threads. `regions` has the state

@@ -54,7 +54,7 @@ Function = Callable[..., Any]
 
 _internals: Any = torch._C  # its stubs lack the functions used here
 _NESTING = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
-"""How torch tells in how many regions a thread is: only when one is entered or left.
+"""Functions of torch that tell in how many regions a thread is, when one is entered or left.
 
 They are called by one `map`, so that no interrupt comes between.
 """

@@ -7,7 +7,7 @@ cast in place: the policy says 16 bits, the optimizer updates the FP32 shards, a
 copy of them. Where weights have no masters, or lean ones, the shards themselves are cast.
 
 FSDP2 gathers parameters in groups, one for each `fully_shard`, and the gradients of a group have one
-dtype. Norms, and modules that a rule keeps in FP32, get a group of their own.
+dtype. Norms, and modules that a rule keeps in FP32, get a separate group.
 
 The policy of a module has no public setter. Only this file touches torch's private state of an FSDP
 module and its groups.
@@ -160,7 +160,7 @@ def casts_by_its_own_policy(model: nn.Module) -> bool:
 
 
 def specs_when_gathered(model: nn.Module) -> dict[Tensor, Any]:
-    """Return the shards of FSDP2, each with the layout of tensor parallelism when gathered, or None."""
+    """Return the shards of FSDP2, each with its layout of tensor parallelism when gathered, or None."""
     return {
         _shard(param): param._unsharded_dtensor_spec
         if hasattr(param, "_unsharded_dtensor_spec")

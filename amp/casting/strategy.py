@@ -37,7 +37,7 @@ class Strategy:
         scaling = properties.loss_scaling
         is_scaled = scaling.dynamic or scaling.init != 1
         self.minds_regions = not is_scaled and compute_dtype(properties) is torch.bfloat16
-        """Whether a float16 region around a model is still to be warned of."""
+        """Whether a float16 region around a model still gets a warning."""
 
     @staticmethod
     def is_asked_for(properties: Properties) -> bool:
@@ -76,7 +76,7 @@ class Strategy:
         """Warn if a loss, before it is scaled, cannot come from the models as they were prepared."""
 
     def stop(self) -> None:
-        """Restore patched functions, and leave models as they are."""
+        """Restore patched functions, and do not change models."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an exact resume needs: tensors and plain values. An empty state is not saved."""

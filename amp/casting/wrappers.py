@@ -140,7 +140,7 @@ def make_choosing(place: tuple[int, str], newest: Function, original: Function) 
 def _dtype_for(
     half: torch.dtype, rule: OpRule, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.dtype | None:
-    """Return the dtype that a rule casts arguments to, or None to leave them as they are."""
+    """Return the dtype that a rule casts arguments to, or None if it does not cast them."""
     match rule.category:
         case "native" | "half" | "recurrent":
             return half
@@ -217,7 +217,7 @@ def _cast_to(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _with_kept_casts(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Cast each weight once in a forward, where torch's own cache is taken by another thread.
+    """Cast each weight once in a forward, while another thread uses torch's own cache.
 
     As with torch's cache, the gradients of a weight that is used twice add up in `dtype`, and are cast
     once.
