@@ -218,7 +218,7 @@ def test_what_float16_cannot_hold_is_refused() -> None:
         (("param_groups",), [], "no usable 'param_groups': .*; expected a list of 1 groups"),
         (("param_groups", 0), 3, r"\['param_groups'\] has no usable 0: 3; expected a mapping"),
         (("param_groups", 0, "params"), [0], "no usable 'params': .*; expected a list of 2 numbers"),
-        (("param_groups", 0, "params"), [0, 0], "0 is no number, or there twice"),
+        (("param_groups", 0, "params"), [0, 0], "0 is no number, or is there twice"),
         (("param_groups", 0, "lr"), torch.ones(2), "no usable 'lr'"),
         (("param_groups", 0, "lr"), float("nan"), "no usable 'lr': nan"),
         (("param_groups", 0, "betas"), "ab", "no usable 'betas': 'ab'; expected 2 numbers"),

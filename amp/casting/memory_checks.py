@@ -1,7 +1,7 @@
 """Checks, before a cast, of memory that tensors share, or that the script also uses elsewhere.
 
 The cast gives tensors new memory: views of one storage become views of one storage again, and memory
-that processes share stays shared; see `amp.shared_memory`. Errors and warnings name what cannot survive.
+that processes share stays shared; see `amp.shared_memory`. Errors name what cannot be kept.
 """
 
 import multiprocessing

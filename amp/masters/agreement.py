@@ -1,4 +1,4 @@
-"""Pairs of parameters and masters in order: one look that says what differs, and what is then done.
+"""Pairs of parameters and masters in order: one look finds what differs, and what to do then.
 
 | differs since both last agreed       | then                                                       |
 |--------------------------------------|------------------------------------------------------------|
@@ -15,7 +15,7 @@
 | values of a parameter                | not looked at: masters `merge` before each use of them     |
 
 The look is taken before each forward, block and step, before a method of an optimizer and after it,
-when other code asks for masters, and when a model is saved or copied. The host does not wait.
+when a script asks for masters, and when a model is saved or copied. The host does not wait.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Pairs:
     # The look.
 
     def differences(self, at_grads: bool = True) -> list[Callable[[Pairs], None]]:
-        """Return what to do about all that differs since both sides last agreed. Nothing is changed.
+        """Return what to do about differences since both sides last agreed. Nothing is changed.
 
         Args:
             at_grads: whether both sides should have one gradient now.
@@ -114,14 +114,14 @@ class Pairs:
         return found
 
     def resolve(self, found: Iterable[Callable[[Pairs], None]]) -> None:
-        """Do what a look has found."""
+        """Do what the result of a look says."""
         for act in found:
             act(self)
 
     # The table.
 
     def _take_dtypes(self) -> None:
-        """Take over FP32 values that were given to a parameter by `.data =`; refuse other dtypes.
+        """Take over FP32 values that a script has assigned to `parameter.data`; refuse other dtypes.
 
         Values that the parameter had already are those of a cast. The host waits to know that.
         """
@@ -145,7 +145,7 @@ class Pairs:
             pair.note_agreement()
 
     def follow_requires_grad(self) -> None:
-        """Freeze and unfreeze both as other code has frozen or unfrozen one."""
+        """Freeze or unfreeze both sides, as the script has done with one."""
         for pair in self.pairs:
             ours, theirs = pair.master, pair.parameter
             if ours.requires_grad is not theirs.requires_grad:
@@ -154,10 +154,10 @@ class Pairs:
             pair.trains = ours.requires_grad
 
     def follow_grads(self) -> None:
-        """Let both sides have the gradient of the side that other code has changed.
+        """Give both sides the gradient of the side that the script has changed.
 
         Raises:
-            AmpRuntimeError: it has given each side another one.
+            AmpRuntimeError: the script has given each side another one.
         """
         both = zip(self.pairs, grads_of(self.masters), grads_of(self.models), strict=True)
         grads = [_changed(i, *each) for i, each in enumerate(both)]
@@ -165,11 +165,11 @@ class Pairs:
         self.show()
 
     def were_written(self) -> bool:
-        """Whether other code has changed a master, with a trace, since both last agreed."""
+        """Whether a script has changed a master, with a trace, since both last agreed."""
         return self._are_whole and any(pair.was_written for pair in self.pairs)
 
     def write_changed(self) -> None:
-        """Write masters that other code has changed to their parameters.
+        """Write masters that the script has changed to their parameters.
 
         Without a trace of a change they are written without one too: a graph that is still to be run
         backward stays valid if nothing was changed.
@@ -200,10 +200,10 @@ class Pairs:
         return both if self.are_plain else [list(map(local, tensors)) for tensors in both]
 
     def merge(self) -> None:
-        """Let masters take what was written to parameters, however it was written. No host sync.
+        """Let masters take what was written to parameters, in whatever way. No host sync.
 
-        Call it when both sides agree but for that. Lean masters need nothing while they are split:
-        their upper half is the parameter. What has no memory is left out, and the step names it.
+        Call it when both sides agree in everything else. Lean masters need nothing while they are
+        split: their upper half is the parameter. What has no memory is left out, and the step names it.
         """
         if not self._are_whole:
             lean.merge(lean.joined_of(self.pairs))
@@ -310,7 +310,7 @@ class Pairs:
 
 
 def _changed(index: int, pair: Pair, ours: Tensor | None, theirs: Tensor | None) -> Tensor | None:
-    """Return the gradient that other code has given to a master, or to its parameter.
+    """Return the gradient that the script has given to a master, or to its parameter.
 
     Args:
         index: the number of the pair, for an error.
@@ -324,7 +324,7 @@ def _changed(index: int, pair: Pair, ours: Tensor | None, theirs: Tensor | None)
     if ours is not common and ours is not None and not pair.is_shared:
         raise AmpRuntimeError(
             f"a parameter of shape {tuple(ours.shape)}, number {index} of those with a master, was "
-            "given a gradient, and its master another. Assign a gradient to one of the two: the "
+            "given a gradient, and its master another one. Assign a gradient to one of the two: the "
             "parameter, or what amp.master_params(optimizer) yields"
         )
     return theirs if theirs is None else theirs.to(torch.float32)

@@ -1,4 +1,4 @@
-"""Averages of a model's weights, taken in FP32, of the masters where weights are in 16 bits.
+"""Averages of a model's weights in FP32: where weights are in 16 bits, their masters are averaged.
 
 An average in 16 bits hardly moves: most of an update of a thousandth is rounded away.
 """
@@ -140,7 +140,7 @@ def _is_transformed() -> bool:
 
 
 _exact: WeakKeyDictionary[Any, dict[Any, Tensor]] = WeakKeyDictionary()
-"""FP32 values of 16-bit averages, as masters are for weights, by storage and the place in it."""
+"""FP32 values of 16-bit averages, like masters of weights, by storage and the place in it."""
 
 
 @without_grad

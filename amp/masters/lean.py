@@ -33,8 +33,8 @@ def split(pairs: Iterable[Pair], may_be_written: bool = False) -> None:
 
     Args:
         pairs: the pairs.
-        may_be_written: whether other code may have written to parameters since the masters were joined.
-            Masters that it has not changed take that over.
+        may_be_written: whether a script may have written to parameters since the masters were joined.
+            Masters that it has not changed take the written values.
     """
     joined = joined_of(pairs)
     if may_be_written:
@@ -62,7 +62,7 @@ def write_halves(joined: Sequence[Pair]) -> None:
 
 @without_grad
 def merge(joined: Iterable[Pair]) -> None:
-    """Let masters that hold FP32 values take what their parameters were given. No host sync."""
+    """Let masters that hold FP32 values take the values written to their parameters. No host sync."""
     for pair in joined:
         both = local(pair.parameter), local(pair.low)
         for master, weight, low in slices(untraced(pair.master), *both):
@@ -72,7 +72,7 @@ def merge(joined: Iterable[Pair]) -> None:
 
 @without_grad
 def clear_low(parted: Iterable[Pair]) -> None:
-    """Clear the low bits of split masters where other code has written weights, and those of zeros."""
+    """Clear the low bits of split masters where a script has written weights, and those of zeros."""
     for pair in parted:
         for weight, low in slices(local(pair.parameter), local(pair.low)):
             high, _ = kernels.split.encode(kernels.split.decode(weight, low), weight.dtype, low.dtype)

@@ -185,7 +185,7 @@ class MasterWeights:
     ) -> Any:
         """Run an optimizer's step group by group, while the masters of the group hold FP32 values.
 
-        One with a closure, which is about all groups, is run while all hold them.
+        With a closure, which concerns all groups, it runs once, while all masters hold them.
         """
         if has_closure or "param_groups" not in vars(optimizer):  # a wrapper: it has no groups itself
             with self.as_float32(masters, may_write=has_closure):
@@ -210,7 +210,7 @@ class MasterWeights:
 
         Args:
             masters: the masters.
-            may_write: whether other code runs in the block, which may write to parameters too.
+            may_write: whether the script's code runs in the block, which may write to parameters too.
         """
         found = () if self.are_whole else filter(None, map(self.pair, masters))
         to_join = [pair for pair in found if pair.holder is pair.parameter]
@@ -247,8 +247,8 @@ class MasterWeights:
     def merged(self, pair: Pair) -> Tensor:
         """Return a master's values, float32, and its parameter's where these differ. No host sync.
 
-        The result is in new memory, and the master stays as it is: an average that is written to the
-        model is often taken back.
+        The result is in new memory, and the master does not change: a script often writes an average to
+        the model and takes it back.
         """
         self.reconcile([pair])
         parameter = pair.parameter

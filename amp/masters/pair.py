@@ -1,10 +1,10 @@
-"""A 16-bit parameter of a model and its FP32 master, and what both were like when they last agreed.
+"""A 16-bit parameter of a model and its FP32 master, and their state when they last agreed.
 
-The parameter is the truth, and its master holds the value that it rounds. However other code writes to
-the parameter, the next step goes on from there, because masters take over what differs before each step
-(`amp.kernels.master_copy`). So nothing has to be known about the values of parameters. A write to a
-master shows in its version or its address; one through its `.data` shows in neither, but a `Master`
-notes that its `.data` was taken.
+The parameter is its master, rounded. In whatever way a script writes to the parameter, the next step
+goes on from the written values, because masters take over what differs before each step
+(`amp.kernels.master_copy`). So a pair does not record values of parameters. A write to a master shows
+in its version or its address; one through its `.data` shows in neither, but a `Master` notes that its
+`.data` was taken.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Pair:
         version, address: of the holder's values, when both last agreed.
         trains: whether both required a gradient then.
         grad: the gradient that both had then, or will have when the block is left.
-        given: the parameter's values when other code first got the master since then, by its `.data` or
+        given: the parameter's values when a script first got the master since then, by its `.data` or
             in a state dict, and could write to it without a trace; else None.
     """
 
@@ -109,20 +109,20 @@ class Pair:
         self.given: Tensor | None = None
 
     def note_given(self) -> None:
-        """Note that other code gets the master, and may write to it without a trace. No host sync."""
+        """Note that a script gets the master, and may write to it without a trace. No host sync."""
         if self.given is None:
             values = local(self.parameter).detach()
             self.given = values if has_no_memory(values) else values.clone()
 
     @property
     def was_written(self) -> bool:
-        """Whether other code has changed the master, with a trace, since both last agreed."""
+        """Whether a script has changed the master, with a trace, since both last agreed."""
         values = local(self.holder)
         return values._version != self.version or values.data_ptr() != self.address
 
     @property
     def has_changed(self) -> bool:
-        """Whether other code has changed the master, or may have, since both last agreed."""
+        """Whether a script has changed the master, or may have, since both last agreed."""
         return self.given is not None or self.was_written
 
     @property
@@ -148,7 +148,7 @@ class Pair:
     def load(self, values: Tensor) -> Tensor:
         """Set the values of both, and return those that the parameter was given. No host sync.
 
-        A new version would mean a change by other code, so the master gets none. An interrupt cannot
+        A new version would mean a change by the script, so the master gets none. An interrupt cannot
         leave the two different.
         """
         parameter, changes, weights = self.parameter, Changes(), values

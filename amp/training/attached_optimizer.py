@@ -98,7 +98,7 @@ class AttachedOptimizer:
         something can still fail.
 
         Args:
-            before: what parameters held before they were cast.
+            before: the contents of parameters before they were cast.
         """
         self._is_attached = True
         setattr(self.optimizer, ATTACHED, self)
@@ -162,10 +162,7 @@ class AttachedOptimizer:
         return self.check.bare_names_of(models)
 
     def detach(self) -> None:
-        """Give the optimizer its methods and the model's parameters back.
-
-        Idempotent, also after an interrupt.
-        """
+        """Restore the optimizer's methods and parameters. Idempotent, also after an interrupt."""
         if not self._is_attached:
             return
         try:
@@ -196,12 +193,12 @@ class AttachedOptimizer:
         self._is_attached = False
 
     def let_go(self, has_trained: bool) -> None:
-        """Give the optimizer's state its own dtype, after `detach` and the casts of parameters.
+        """Cast the optimizer's state to its former dtype, after `detach` and the casts of parameters.
 
         Idempotent. From here on `amp.get_session` does not find the session by the optimizer.
 
         Args:
-            has_trained: whether `initialize` has succeeded; if not, moments are what they were.
+            has_trained: whether `initialize` has succeeded; if not, moments are unchanged.
         """
         if keeps_moments(self.optimizer):
             self.optimizer.state_dtype = self._own_state_dtype

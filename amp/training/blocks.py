@@ -43,7 +43,7 @@ class Block:
         scaler: the scaler of the loss.
         scale: the scale of the loss, once the block is entered.
         is_over: whether it was left without an error.
-        found: those for which it has made any gradients.
+        found: the optimizers for which it has made gradients.
     """
 
     scale: ScaleSnapshot
@@ -77,7 +77,7 @@ class Block:
     def _around_plain_backward(
         self, session: Any, loss: Tensor, attached: Sequence[Any]
     ) -> Generator[Tensor]:
-        """Do the same for gradients that need nothing: backward adds them to those that are there."""
+        """Do the same for gradients that need no unscaling: backward adds them to the existing ones."""
         watched = [each for each in attached if each.misuse is not None]
         watch = BlockWatch(session, self, attached) if watched else None
         if any([gradients.open_block is not None for gradients in self._gradients]):  # noqa: C419
@@ -190,7 +190,7 @@ class Block:
         return scaled_loss
 
     def end(self) -> None:
-        """After an error, put torch's state back and drop the gradients. It may be called again."""
+        """After an error, restore torch's state and drop the gradients. It may be called again."""
         if self._before is not None:
             self._before.put_back(after_error=True)
         self.abort()
@@ -276,7 +276,7 @@ def _explain(error: RuntimeError, loss: Tensor, together: Sequence[Gradients]) -
     if any(parameter.requires_grad for each in together for parameter in each.groups.of_model):
         why = (
             "it was computed under torch.no_grad or in inference mode, or what leads to it was cut off "
-            "by .detach(), .data or .item(). Compute it of the model's outputs, with gradients"
+            "by .detach(), .data or .item(). Compute it from the model's outputs, with gradients"
         )
     else:
         why = (
@@ -287,10 +287,10 @@ def _explain(error: RuntimeError, loss: Tensor, together: Sequence[Gradients]) -
 
 
 class _ToEnter(_GeneratorContextManager[Tensor]):
-    """What `amp.scale_loss` returns: it is for a `with` statement, and has nothing of a tensor.
+    """The result of `amp.scale_loss`, for a `with` statement. It is not a tensor.
 
-    Its `__exit__` is that of the standard library: an interrupt that came before the call in one of our
-    own would leave the block open.
+    Its `__exit__` is that of the standard library: in one of our own, an interrupt before the first
+    call would leave the block open.
     """
 
     def __enter__(self) -> Tensor:

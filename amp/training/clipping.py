@@ -65,12 +65,12 @@ def patch_clipping(undo: Undo, has_masters: bool) -> None:
 
 
 def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Clip the gradients of masters in place of parameters that have one."""
+    """Clip the gradients of masters instead of parameters that have one."""
     return original(_stepped_for(parameters, name) or parameters, *args, **kwargs)
 
 
 def _stepped_for(parameters: Any, name: str) -> list[Tensor]:
-    """Return masters in place of parameters that have one, with unscaled gradients."""
+    """Return masters instead of parameters that have one, with unscaled gradients."""
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     found = [attached.gradients for attached in _attached_of(given)]
     if not HAS_GRAD_DTYPE:
@@ -85,9 +85,9 @@ def _stepped_for(parameters: Any, name: str) -> list[Tensor]:
         elif have_grads(groups.masters) or not block.scaler.config.is_identity:
             # Else backward adds to the whole gradient, unscaled.
             warn(
-                f"{name} was called inside amp.scale_loss, where gradients are multiplied by "
-                "the loss scale, and those of earlier blocks are elsewhere: what it clips is not what "
-                "will be stepped. Call it after the block"
+                f"{name} was called inside amp.scale_loss, where gradients are multiplied by the loss "
+                "scale, and those of earlier blocks are set aside: it does not clip the gradients of "
+                "the step. Call it after the block"
             )
     return [master_of.get(id(parameter), parameter) for parameter in given]
 

@@ -1,8 +1,8 @@
 """Deferred gradients: in 16 bits and scaled, as backward left them, until something reads them.
 
 An optimizer that takes scaled gradients steps from them directly, and the FP32 gradients are never
-made. In `.grad` stands a `DeferredGradient` meanwhile: a float32 tensor for whoever uses it, which is
-unscaled when an operation first needs its values.
+made. Until the step `.grad` holds a `DeferredGradient`: a float32 tensor, which is unscaled when an
+operation first needs its values.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Unscaling:
 
     @property
     def values(self) -> Sequence[Tensor]:
-        """The unscaled gradients in memory of their own, float32. No host sync.
+        """The unscaled gradients, float32, in new memory. No host sync.
 
         From the first use on they are the gradients, and may be changed in place.
         """
@@ -150,8 +150,8 @@ for _name in (  # those that are no operations
 class Deferral:
     """The deferred gradients of one optimizer, and the tensors that stand for them in `.grad`.
 
-    The tensors are used again by the next block, because making them would take as long as a step,
-    unless other code has kept one, which must then stay the gradient that it is.
+    The tensors are used again by the next block, because making them would take as long as a step. If a
+    script has kept one, new ones are made, because the kept one must not change.
 
     Args:
         optimizer: which steps from them.
@@ -215,7 +215,7 @@ class Deferral:
         self._show(Deferred(of, grads, inv_scale, norms))
 
     def _show(self, deferred: Deferred) -> None:
-        """Let tensors stand for gradients in the `.grad` of their masters."""
+        """Put tensors that stand for gradients into the `.grad` of their masters."""
         of, grads = deferred.of, deferred.grads
         shown_for = of, grads.kind.sizes, grads.kind.orders
         if self._shown_for != shown_for:
@@ -239,13 +239,13 @@ class Deferral:
 
     @property
     def kept(self) -> Deferred | None:
-        """What is deferred, with the unscaled gradients if other code may have changed these."""
+        """The deferred gradients, with the unscaled ones if a script may have changed these."""
         if self.deferred is None or not self._unscaling.used:
             return self.deferred
         return Deferred(self.deferred.of, TensorList(self._unscaling.used))
 
     def unscale_if_changed(self, pairs: Pairs) -> None:
-        """Unscale if other code has given one of these masters another gradient, or none."""
+        """Unscale if a script has given one of these masters another gradient, or none."""
         if self.deferred is not None:
             known = grads_of(self.deferred.of.masters)
             count = sum([grad is not None for grad in grads_of(pairs.masters)])
@@ -253,7 +253,7 @@ class Deferral:
                 self.unscale(pairs)
 
     def unscale(self, pairs: Pairs) -> None:
-        """Put unscaled gradients in the place of deferred ones. No host sync."""
+        """Replace deferred gradients by unscaled ones. No host sync."""
         if self.deferred is None:
             return
         both, shown = (*pairs.masters, *pairs.models), list(map(id, self._shown))

@@ -37,9 +37,9 @@ Nothing is deferred if the optimizer does not take scaled gradients, if masters 
 values elsewhere.
 
 At a scale of 1 `new` needs no unscaling: if no parameter has a master, backward adds it to the total,
-and nothing is set aside. Other code may change, assign or remove the `.grad` of a master or
-of its parameter, and run a backward outside of any block, which adds to the parameter's. What it has
-done to the one is taken over for the other at the next look; see `amp.masters.agreement`.
+and nothing is set aside. A script may change, assign or remove the `.grad` of a master or of its
+parameter, and run a backward outside of any block, which adds to the parameter's. The other side
+follows at the next look; see `amp.masters.agreement`.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class Gradients:
         is_deferred = self.deferral.deferred is not None and not self.were_stepped
         return State.DEFERRED if is_deferred else State.SETTLED
 
-    # What other code has done.
+    # What the script has done.
 
     def reconcile(self, event: Literal["forward", "block", "step", "read"] = "read") -> Groups:
         """Let parameters and masters agree in all but values, and return what the groups hold now.
@@ -201,7 +201,8 @@ class Gradients:
                 were changed after a forward are named.
 
         Raises:
-            AmpRuntimeError: other code has done what cannot be followed: see `amp.masters.agreement`.
+            AmpRuntimeError: the script has made a change that the other side cannot follow; see
+                `amp.masters.agreement`.
         """
         groups = self.groups if event == "forward" else self.regroup()
         pairs = groups.pairs
@@ -248,9 +249,8 @@ class Gradients:
             raise AmpRuntimeError(
                 f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters where "
                 f"FP32 masters should be ({first_few(half, called, most=3)}): a script has put them "
-                "there after amp.initialize. Put back what was there, which "
-                "amp.master_params(optimizer) yields too, and add other parameters by "
-                "optimizer.add_param_group"
+                "there after amp.initialize. Put the masters back, which amp.master_params(optimizer) "
+                "yields, and add other parameters by optimizer.add_param_group"
             )
         self.deferral.unscale(known.pairs)
         self.groups = groups
@@ -313,13 +313,13 @@ class Gradients:
     # A block.
 
     def prepare_to_enter(self) -> None:
-        """Take over what other code has done since the last block."""
+        """Take over what the script has done since the last block."""
         groups = self.reconcile("block")
         if self.delayed is None:
             self.were_stepped = False
         is_checked = self.verdicts.found and not self._aside
         if is_checked and not (groups.have_grads() or have_grads(groups.models)):
-            self.verdicts.clear()  # other code has cleared the gradients that they are about
+            self.verdicts.clear()  # the script has cleared the gradients that they are about
 
     def enter(self, block: Block) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
@@ -461,8 +461,8 @@ class Gradients:
         """Return the verdicts about the gradients for a step.
 
         A verdict is about the gradients that a check has seen. If the host knows of an overflow that is
-        surely one of them, or if gradients were cleared or left since then, those that are there are
-        checked again: other code may have repaired them, or assigned earlier ones. The host waits for
+        surely one of them, or if gradients were cleared or left since then, the present gradients are
+        checked again: a script may have repaired them, or assigned earlier ones. The host waits for
         what `decide` would, and after an overflow once more.
         """
         found = list(self.verdicts.found)  # which later blocks change
@@ -498,7 +498,7 @@ class Gradients:
         return is_bad
 
     def begin_step(self) -> None:
-        """Take over what other code has done, and the gradients of a backward that is under way.
+        """Take over what the script has done, and the gradients of a backward that is under way.
 
         A step may be in a hook of backward, inside of the block, at a scale of 1.
 

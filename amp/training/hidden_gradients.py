@@ -1,4 +1,4 @@
-"""Gradients of masters are hidden from Dynamo and from DDP: the masters alone have them meanwhile.
+"""Hiding gradients of masters from Dynamo and from DDP: for a time only the masters have them.
 
 Those of earlier blocks are hidden in a block too, and `model.zero_grad()` drops them there.
 
@@ -60,7 +60,7 @@ def _after_backward(function: Any) -> None:
 
 
 def _hide(sessions: Iterable[Any]) -> list[Any]:
-    """Hide the gradients that are shown, and return those of which optimizers."""
+    """Hide the gradients that are shown, and return the `Gradients` of their optimizers."""
     return [gradients for gradients in _of(sessions) if gradients.hide()]
 
 
@@ -75,7 +75,7 @@ def _show(hidden: Iterable[Any]) -> None:
 
 @_disable_dynamo
 def _zero_grad(original: Callable[..., None], module: nn.Module, set_to_none: bool = True) -> None:
-    """Clear the gradients of a module, those too that are hidden. Compiled code calls it as it is."""
+    """Clear the gradients of a module, hidden ones too. Dynamo does not trace it."""
     original(module, set_to_none)
     for gradients in _of(active.open_sessions()):
         gradients.clear_hidden(module, set_to_none)

@@ -4,7 +4,7 @@
   without a gradient
 - gradients of a scaled loss that reach an optimizer which the block does not name
 - a step whose gradients no block has unscaled, or a `GradScaler` or the script once more
-- an optimizer that changes no master, because it has a list of parameters of its own
+- an optimizer that changes no master, because it keeps its own list of parameters
 - a hook of a master, which no backward runs; FullyShardedDataParallel around parameters with masters
 
 An optimizer has a `Misuse` until its first good step, which a `GradScaler` asks too; a block has a
@@ -35,7 +35,7 @@ from amp.training.wrapped_optimizers import ATTACHED, innermost
 
 
 class Misuse:
-    """What is known of one optimizer before its first good step.
+    """The watch of one optimizer until its first good step.
 
     Args:
         attached: the `AttachedOptimizer`.
@@ -196,10 +196,10 @@ class Misuse:
             self._warn_if_unscaled()
 
     def step_has_ended(self, before: tuple[Tensor, int, Tensor] | None) -> None:
-        """Warn if a step has not changed a master: the optimizer has a list of its own.
+        """Warn if a step has not changed a master: the optimizer keeps its own list of parameters.
 
-        If it has made a state for it, as ADOPT does in a first step that only begins its moments, the
-        second step counts. A skipped step does not count.
+        If the optimizer has made a state for the master, as ADOPT does in a first step that only begins
+        its moments, the second step counts. A skipped step does not count.
 
         Args:
             before: what `step_begins` returned.
@@ -213,7 +213,7 @@ class Misuse:
         self._to_compare = 1 if is_begun and not was_changed else 0
         if not (was_changed or is_begun):
             warn(
-                f"{type(optimizer).__name__}.step() has changed nothing of an FP32 master with a "
+                f"{type(optimizer).__name__}.step() has not changed an FP32 master that has a "
                 "gradient, so the model is not trained. An optimizer that keeps a list or a table of "
                 "parameters from when it was made updates 16-bit weights that masters overwrite. Let "
                 "it use group['params'] in each step, or choose a level without masters, such as 'O4'"

@@ -1,6 +1,6 @@
 """Checks of an optimizer's state dict before torch loads it: groups, settings, numbers, moments.
 
-torch loads a wrong state dict as it is, and fails in the next step, or never.
+torch loads a wrong state dict without a check, and fails in the next step, or never.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def structure_of(
         checks: of the state dict.
         optimizer: that is to load it.
         state_dict: the state dict.
-        may_have_others: whether it may have state that is of no parameter of the groups.
+        may_have_others: whether it may have state that belongs to no parameter of the groups.
 
     Raises:
         AmpTypeError, AmpValueError: it is not a state dict of an optimizer with these groups.
@@ -65,7 +65,7 @@ def structure_of(
         keys = checks.items(group, "params", path, expected, count)
         for key, parameter in zip(keys, known["params"], strict=True):
             if not isinstance(key, (int, str)) or key in found:
-                checks.fail(path, "params", f"{brief(key)} is no number, or there twice", expected)
+                checks.fail(path, "params", f"{brief(key)} is no number, or is there twice", expected)
             found[key] = parameter
     state = checks.mapping(state_dict, "state", "state_dict", "a mapping from parameters to entries")
     for key in state:
@@ -127,7 +127,7 @@ def load(optimizer: Any, load_state_dict: Callable[..., Any], *args: Any, **kwar
     """Check a state dict and let an optimizer load it, all of it or nothing.
 
     The user's pre-hooks, which may change the state dict, run before the checks. An optimizer class
-    with a `load_state_dict` of its own is left to check by itself. The host waits once for each device.
+    with its own `load_state_dict` does its own checks. The host waits once for each device.
 
     Raises:
         AmpError: the state dict is not valid. Nothing has been changed then.

@@ -1,4 +1,4 @@
-"""What the host learns later of what a device has decided: updates of a scale, and bad gradients.
+"""Decisions of a device that the host learns later: updates of a scale, and bad gradients.
 
 A `FlightRecorder` keeps the recent updates of a loss scaler, its streaks of overflows, and the warning
 about endless ones. Nothing here makes the host wait, unless it is asked to.
@@ -31,7 +31,8 @@ class HostCopies:
     """A queue of copies on their way from a device to the host.
 
     Attributes:
-        underway: the copies: what each is about, a tensor on the host, and what tells that it has come.
+        underway: the copies: a note on each, a tensor on the host, and an event that tells when it is
+            there.
     """
 
     def __init__(self) -> None:

@@ -61,14 +61,14 @@ class ScaleSnapshot(NamedTuple):
 
 
 class ScalerState(NamedTuple):
-    """A saved state of a scaler, whose entries have been checked: apex's two, and those of our own.
+    """A saved state of a scaler, whose entries have been checked: apex's two, and our own.
 
     Attributes:
         loss_scale: the scale.
         unskipped: how many good steps there were since it moved.
         dynamic: whether it moves; None if the state does not say so, as apex's.
-        hysteresis_left: how many more overflows it takes before it backs off; as many as there can be,
-            if the state does not say so.
+        hysteresis_left: how many more overflows it takes before it backs off; the most possible, if the
+            state does not say so.
         overflows_in_a_row: how many there were.
     """
 
@@ -162,7 +162,7 @@ class LossScaler:
                 "is quantized" if loss.is_quantized else "is on the device meta, which has no values"
             )
             raise AmpTypeError(
-                f"a loss that {where}, cannot be scaled. Compute it of a model and inputs that have "
+                f"a loss that {where}, cannot be scaled. Compute it from a model and inputs that have "
                 "floating-point values"
             )
 
@@ -178,7 +178,7 @@ class LossScaler:
 
     @property
     def good_steps_on_device(self) -> Tensor:
-        """How many good steps there were since the scale moved, int32 `[]`, as of now."""
+        """How many good steps there were since the scale last moved, int32 `[]`."""
         return self._state[GOOD_STEPS].int()
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ _CLOSURE_TRIES = 300
 
 
 class OptimizerStep:
-    """The step of one optimizer, called in place of the optimizer's own, which is an argument.
+    """The step of one optimizer, called instead of the optimizer's own, which is an argument.
 
     Args:
         attached: the `AttachedOptimizer`.
@@ -99,7 +99,7 @@ class OptimizerStep:
         return self._gradients.regroup().have_grads()
 
     def _stepped(self, value: Any) -> Any:
-        """Return the master in place of a parameter, which is given to a step in the backward."""
+        """Return the master of a parameter that a script passes to a step in the backward."""
         master = self._masters.master(value) if isinstance(value, Tensor) else None
         return value if master is None else master
 
@@ -167,7 +167,7 @@ class OptimizerStep:
         return result
 
     def _step_fused(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
-        """Let the optimizer unscale, skip, merge, and write masters and the model's weights itself."""
+        """Let the optimizer itself unscale, skip, merge, and write masters and the model's weights."""
         gradients, pairs = self._gradients, self._gradients.groups.pairs
 
         def look_up() -> Deferred:
@@ -285,7 +285,7 @@ class OptimizerStep:
     # With a closure.
 
     def _evaluate(self, closure: Callable[[], Any], as_around_the_step: Any) -> Any:
-        """Evaluate the model on what masters are now; after an overflow again, at the lowered scale."""
+        """Evaluate the model on the present masters; after an overflow again, at the lowered scale."""
         gradients = self._gradients
         gradients.groups.pairs.write_back()
         forget_casts()  # of the weights of the last evaluation
@@ -333,11 +333,11 @@ def forget_inputs(optimizer: Any) -> None:
         vars(optimizer).pop(name, None)
 
 
-# Steps that are not a session's.
+# Steps outside of sessions.
 
 
 class Unattached:
-    """Finds steps that should be a session's, before they change anything.
+    """Finds steps that a session should take, before they change anything.
 
     An optimizer that steps 16-bit weights of the models, which should have masters, is warned of once:
     optimizers of a session hold the masters instead. Of a wrapper, the one inside it is looked at.
@@ -352,13 +352,13 @@ class Unattached:
         self._hook: RemovableHandle | None = None
 
     def watch(self) -> None:
-        """Look at each optimizer's steps, those that are known too."""
+        """Look at each optimizer's steps, also of optimizers that were looked at before."""
         self.known.clear()
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self)
 
     def forget(self) -> None:
-        """Look at steps no longer, if no session is open."""
+        """Stop looking at steps, if no session is open."""
         if self._hook is not None and not open_sessions():
             self._hook.remove()
             self._hook = None

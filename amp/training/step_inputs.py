@@ -28,7 +28,7 @@ class StepInputs:
         names_of: returns the number of the model of each parameter or master and its name there,
             without the names of wrappers, and None for unknown ones.
         found_inf: float32 `[1]`; the step is to be skipped where it is not 0. None never skips.
-        merges: whether masters are first to take what other code has written to `models`.
+        merges: whether masters first take what a script has written to `models`.
         own_inv_scale: float32 `[1]`, what to multiply the gradients in `.grad` by; None is 1.
         changes: the plan of the step, for an optimizer that plans it first: an interrupt then leaves
             all changes made, or none. The planned changes raise the version of each of `models` by one.

@@ -5,7 +5,7 @@ Gradient accumulation without communication (DDP's and FSDP's `no_sync`, FSDP2's
 the next backward reduces them together with its own gradients, at one scale.
 
 DDP decides in its forward whether the backward will reduce, so the forward notes it. FSDP decides in
-the backward, and keeps unreduced gradients in places of its own, where they are looked for.
+the backward, and keeps unreduced gradients elsewhere, where amp looks for them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Synchronization:
         if self._has_masters and self._was_alone and distributed.world_size() > 1:
             raise AmpRuntimeError(
                 "torch.distributed.init_process_group was called after amp.initialize, which has made "
-                "each rank's master weights of its own values; DDP makes only the 16-bit weights "
+                "each rank's master weights from that rank's values; DDP makes only the 16-bit weights "
                 "equal. Call init_process_group before amp.initialize"
             )
         ddp._amp_reduces, ddp._amp_may_join = True, self._may_join

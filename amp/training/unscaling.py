@@ -1,6 +1,6 @@
 """Gradients that a block has made: find them, check them, unscale them, and add them to earlier ones.
 
-All that turns 16 bits into FP32 between backward and step:
+Everything that turns 16 bits into FP32 between backward and step:
 
 | from                     | to                         | when                    | function         |
 |--------------------------|----------------------------|-------------------------|------------------|
@@ -52,7 +52,8 @@ class Found(NamedTuple):
     Attributes:
         parameters: those that have one.
         grads: their gradients; of a DTensor this rank's shard.
-        are_dense: whether these are dense, with values of their own, in dtypes that can be unscaled.
+        are_dense: whether these are dense, hold values themselves, and have dtypes that can be
+            unscaled.
         bad_steps: where to log which of them are bad.
     """
 
@@ -101,7 +102,7 @@ class NewGradients(NamedTuple):
         of_masters: the gradients of these parameters.
         own: those of parameters without a master.
         have_graphs: whether backward has made any of them with `create_graph=True`.
-        will_be_deferred: whether `of_masters` stay as they are until the step.
+        will_be_deferred: whether `of_masters` stay scaled until the step.
     """
 
     pairs: Pairs

@@ -1,4 +1,4 @@
-"""Verdicts: what the checks of gradients have found, and whether a step is skipped for it.
+"""Verdicts: results of the checks of gradients, and whether a step is skipped for them.
 
 | the optimizer                                                  | who skips a step on overflow        |
 |----------------------------------------------------------------|-------------------------------------|
@@ -33,8 +33,8 @@ class Verdict:
         scaler: of the loss.
         found_inf: float32 `[1]`, 1 on overflow.
         step: the number of the scaler's update; None for the next one.
-        stands: whether it may be about gradients of other optimizers, so that the next step goes by it
-            whatever its own gradients are.
+        stands: whether it may be about gradients of other optimizers, so that it counts for the next
+            step whatever its gradients are.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Verdict:
         self.step = scaler.updates if step is None else step
 
     def still(self, found_inf: Tensor) -> Verdict:
-        """Return what it is now that gradients were checked again. No host sync."""
+        """Return the verdict after gradients were checked again. No host sync."""
         if self.stands:
             return self
         both = torch.minimum(self.found_inf, found_inf.to(self.found_inf.device))
@@ -96,7 +96,7 @@ def joined(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 
 class Capabilities:
-    """What an optimizer declares that it can do.
+    """The capabilities that an optimizer declares.
 
     Attributes:
         takes_scaled: whether it unscales gradients itself, and writes the model.
@@ -192,7 +192,7 @@ MOST_VERDICTS = 256
 
 
 class Verdicts:
-    """What the checks of an optimizer's gradients have found.
+    """The results of the checks of an optimizer's gradients.
 
     Attributes:
         found: the verdicts since the last step, also about gradients that were cleared since then and

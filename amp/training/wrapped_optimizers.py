@@ -1,4 +1,4 @@
-"""Wrappers around optimizers: which one steps, and which methods a wrapper has of its own.
+"""Wrappers around optimizers: which one steps, and which methods a wrapper adds.
 
 A wrapper, such as SAM, Lookahead, apex's LARC or Accelerate's, holds the optimizer that steps, and
 shares its groups. It may be a `torch.optim.Optimizer` itself.
