@@ -1,6 +1,6 @@
 """Compile C++ to a library, with a time limit and a cache that no other user can write to.
 
-The file name of a cached library has two digests: one of all that it was compiled from, one of its own
+The file name of a cached library has two digests: one of all that it was compiled from, one of its
 content. So a truncated or changed file is never loaded, but compiled again. Processes that start at the
 same time each compile; a file gets its final name only when it is complete.
 
@@ -138,14 +138,14 @@ def load_or_log(source: str, purpose: str) -> ctypes.CDLL | None:
 
 
 def in_background(compiles: Callable[..., object], *args: object) -> None:
-    """Call a function that compiles in another thread, for which nothing waits."""
+    """Call a function that compiles in another thread, without waiting for it."""
     threading.Thread(target=compiles, args=args, name=THREAD, daemon=True).start()
 
 
 def _how_to_make(
     source: str, flags: Sequence[str] = ()
 ) -> tuple[tuple[str, ...], tuple[str, ...], str]:
-    """Return the compiler, the command that compiles C++ with it, and the key of what comes of it.
+    """Return the compiler, the command that compiles C++ with it, and the key of the resulting library.
 
     Raises:
         OSError: there is no compiler.

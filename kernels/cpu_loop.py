@@ -2,8 +2,8 @@
 
 Memory bandwidth limits a step, and eager torch goes through memory for each operation of a formula. The
 loop reads and writes each tensor once, on as many threads as torch uses, and one call steps all tensors
-of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions in
-place of tensors. Vectors and conversions are those of torch's own CPU kernels. Compiled loops are kept
+of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions instead
+of tensors. Vectors and conversions are those of torch's own CPU kernels. Compiled loops are kept
 for later processes. Merges of masters (`amp.kernels.master_copy`) are a loop of the same kind.
 
 `torch.compile` makes a loop of the formula too, but for one tensor: each of hundreds would take a call
@@ -57,7 +57,7 @@ def _operators(*symbols: str, is_swapped: bool = False) -> Any:
 
 
 class _Expression:
-    """A vector in C++, passed to a formula in place of a tensor. Each new operation adds a statement.
+    """A vector in C++, passed to a formula instead of a tensor. Each new operation adds a statement.
 
     Args:
         body: the names of the values so far, by how they are computed.
@@ -116,7 +116,7 @@ def _plus_product(x: _Expression, factor: _Expression, y: _Expression) -> _Expre
 
 
 class Update(NamedTuple):
-    """What a step does to all elements of some tensors.
+    """The change of a step to all elements of some tensors.
 
     Attributes:
         formula: uses only the element-wise operations that `_Expression` has.
@@ -186,9 +186,9 @@ def rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Seque
 
 
 _loops: dict[tuple[Any, ...], Any] = {}
-"""The loops that are loaded, by what they are made of; None for one that cannot be compiled."""
+"""The loaded loops, by the arguments that make them; None for one that cannot be compiled."""
 _asked: Counter[tuple[Any, ...]] = Counter()
-"""How often those that are not were asked for."""
+"""How often loops that are not loaded were asked for."""
 
 
 def loop_for(source: Callable[..., str], made_of: tuple[Any, ...], purpose: str, elements: int) -> Any:

@@ -32,7 +32,7 @@ LARGEST = 6.0
 LARGEST_SCALE = 448.0
 """E4M3's largest number."""
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
-"""What 16 neighbours are multiplied by before their Hadamard transform: Transformer Engine's signs."""
+"""The signs that multiply 16 neighbours before their Hadamard transform, as in Transformer Engine."""
 
 
 class QuantizeFp4Arguments(NamedTuple):
@@ -147,7 +147,8 @@ def to_nearest(size: Tensor) -> Tensor:
 
 
 def stochastically(size: Tensor, random: Tensor) -> Tensor:
-    """Return magnitudes of up to 6 rounded to E2M1, up with a probability of how far they are.
+    """Return magnitudes of up to 6 rounded to E2M1, up or down at random, so that they are right on
+    average.
 
     Args:
         size: float32.

@@ -44,7 +44,7 @@ from amp.kernels.quantize_tiles import (
 TILE, WARPS = (64, 128), 4
 SIZES = {"TM": 32, "TK": TILE[1], "GROUPS": TILE[0] // 16}
 REGISTERS = 160
-"""What a thread takes at most, so that three programs fit on one of NVIDIA's SMs."""
+"""The most registers of a thread, so that three programs fit on one of NVIDIA's SMs."""
 
 _INTERPRETED = constant(INTERPRETED)
 _LARGEST = constant(LARGEST)
@@ -193,7 +193,7 @@ def to_e4m3(x):
 
 @jit
 def encoding_of(amax):
-    """Return what amaxes of blocks are multiplied by, and the tensor's scale; see `fp4.two_levels`."""
+    """Return the factor for amaxes of blocks, and the tensor's scale; see `fp4.two_levels`."""
     encode = tl.minimum(tl.div_rn(_PRODUCT, amax), _LARGEST_FLOAT)
     encode = tl.where((amax == 0.0) | (encode == 0.0), 1.0, encode)
     return encode * _SIXTH, tl.div_rn(1.0, encode)

@@ -59,7 +59,7 @@ class Operand(NamedTuple):
             1x32      uint8 `[R, C / 32]`, the bits of E8M0; or these flat, as `swizzle` returns them
             1x16      E4M3 `[R, C / 16]`
             16x16     E4M3 `[R / 16, C / 16]`
-        granularity: what shares a scale.
+        granularity: which numbers share a scale.
         power_of_2: whether scales are powers of 2.
         outer: for `1x16` and `16x16`: float32 `[]`, what to multiply all values by besides.
     """
@@ -83,7 +83,7 @@ class Operand(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """What `quantize` returns.
+    """The result of `quantize`.
 
     Attributes:
         by_row: for products over the columns of what was quantized, or None.
@@ -99,7 +99,7 @@ class Quantized(NamedTuple):
 
 
 class Part(NamedTuple):
-    """That a matrix is one rank's part of a larger one, whose scales it is to have.
+    """Says that a matrix is one rank's part of a larger one, and gets the scales of the larger one.
 
     Attributes:
         dim: the dimension that is cut. Scales for whole matrices are those of the larger one, and so
@@ -111,7 +111,7 @@ class Part(NamedTuple):
     agree: Callable[[Tensor], None]
 
     def cuts(self, granularity: AnyGranularity, *, by_column: bool) -> bool:
-        """Whether other ranks have a part of what shares a scale, in a matrix or in its transpose."""
+        """Whether other ranks have numbers that share a scale, in a matrix or its transpose."""
         return granularity == "tensor" or (granularity == "row" and self.dim == int(not by_column))
 
 

@@ -1,11 +1,11 @@
-"""What the host asks all tensors of a list in each step, in C++ where that is compiled.
+"""Attributes of all tensors of a list, which the host reads in each step, in C++ where that is
+compiled.
 
-A step asks many times about addresses, versions, gradients, dtypes and devices of all tensors. In
-Python each question is a call for each tensor, and most of the host's work.
-
-`lists` answers. It is `InPython` until `load_in_background` has loaded the same functions from
-`host_lists.cpp`. These find a tensor's pointer in its Python object, at a place that is looked for
-when they are loaded: if it is not found, as in another release of torch, Python goes on.
+A step reads addresses, versions, gradients, dtypes and devices of all tensors many times. In Python
+that is a call for each tensor, and most of the host's work. `lists` reads them. It is `InPython` until
+`load_in_background` has loaded the same functions from `host_lists.cpp`. These find a tensor's pointer
+in its Python object, at a place that is looked for when they are loaded: if it is not found, as in
+another release of torch, Python goes on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FLAGS = (
 
 
 class InPython:
-    """The functions, in Python. Each takes lists of dense tensors that have values of their own."""
+    """The functions, in Python. Each takes lists of dense tensors that hold their values themselves."""
 
     @staticmethod
     def addresses(tensors: list[Tensor]) -> tuple[int, ...]:

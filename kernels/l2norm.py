@@ -36,7 +36,7 @@ CLIP_EPS = 1e-6
 
 
 class Norms(NamedTuple):
-    """What `l2norm` returns, float32, on the first tensor's device.
+    """The result of `l2norm`, float32, on the first tensor's device.
 
     Attributes:
         total: `[1]`, the norm of all tensors together.

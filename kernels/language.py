@@ -123,7 +123,7 @@ def launch(
 
 
 def _variant_of(value: Any, is_constant: bool) -> Any:
-    """Return what a kernel is compiled for in an argument: of a number, only its type."""
+    """Return the property of an argument that a kernel is compiled for: of a number, only its type."""
     if not is_constant and type(value) is int:
         return "int32" if -(2**31) <= value < 2**31 else "int64"
     if not is_constant and type(value) is float:

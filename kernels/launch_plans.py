@@ -141,10 +141,11 @@ _CPU = torch.device("cpu")
 
 
 def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None) -> bool:
-    """Whether plain torch takes lists on the CPU as they are: without a plan, which launches need.
+    """Whether plain torch can take lists on the CPU without a plan, which launches need.
 
-    Each list has one floating-point dtype, and tensors with values, dense and of plain classes; all
-    have the shapes of the first. `plan` looks at all others, and says what is wrong.
+    That is so if each list has one floating-point dtype, and tensors with values, dense and of plain
+    classes, and all have the shapes of the first. `plan` checks all other lists, and says what is
+    wrong.
     """
     types = set(map(type, chain.from_iterable(lists)))
     if torch.compiler.is_compiling() or not all(map(has_own_values, types)):

@@ -5,9 +5,10 @@
     master_i = parameter_i       where round_to_nearest_even(master_i) != parameter_i
     differs  = 1                 if there is such an i
 
-In a merge a 16-bit parameter is the truth, and its master holds the value that it rounds: where both
-agree, the master keeps all its bits. They are compared as numbers, so -0.0 agrees with 0.0. A NaN of
-either is a difference, and NaNs of both are none.
+A 16-bit parameter is its master, rounded. A merge finds where it is not, because a script has written
+to it: there the master takes the parameter's value, and elsewhere it keeps all its bits. They are
+compared as numbers, so -0.0 agrees with 0.0. A NaN of either is a difference, and NaNs of both are
+none.
 
 Shapes: the i-th tensors of both lists have one shape, of any size. Dtypes: float16, bfloat16, float32
 or float64 on either side of a copy, where what is too large for the target becomes inf; for a merge
@@ -17,8 +18,8 @@ target once; a merge reads each tensor once, 6 bytes an element. A block of MERG
 written only if one of them changes, on the CPU a vector or a slice. In a fused step the merge happens
 in registers, and costs 2 bytes; see `amp.kernels.stepping`. Reference of copies: `torch.Tensor.copy_`.
 
-No version of a master goes up: a version says that other code has written to the master itself. Only
-what `torch.compile` makes of a merge raises versions, as of all that it writes.
+No version of a master goes up: a version says that a script has written to the master itself. Only a
+merge in code of `torch.compile` raises versions, as all its writes do.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def copy_kernel(rows, chunks, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def merged_block(ours, theirs):
-    """Return a block of masters, float32, with what was written to their parameters."""
+    """Return a block of masters, float32, with the values written to their parameters."""
     written = widened(theirs)
     return tl.where(widened(narrow(ours, theirs.dtype)) == written, ours, written)
 
@@ -177,11 +178,11 @@ def merge_kernel(rows, chunks, flag, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
 
 
 MERGE, ROUND = 0, 1
-"""What the loop does, by the last number of a row; any other is the address of a flag."""
+"""The loop's task, by the last number of a row; any other number is the address of a flag."""
 
 
 class _Table(NamedTuple):
-    """What the loop needs for two lists, while they are these objects and their tensors stay.
+    """The loop's arguments for two lists, as long as they are these objects and their tensors stay.
 
     It belongs to the list of masters.
     """
@@ -268,7 +269,7 @@ def merge_reference(
 def _parts(
     parameters: Sequence[Tensor], masters: Sequence[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield what goes together: several tensors, a large one, or on the CPU a slice of it."""
+    """Yield tensors to process together: several, a large one, or on the CPU a slice of it."""
     on_cpu = masters[0].device.type == "cpu"
     limit = SLICE if on_cpu else TOGETHER
     theirs, ours, elements = list[Tensor](), list[Tensor](), 0

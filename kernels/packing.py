@@ -8,13 +8,13 @@ bits.
 
 **Random bits.** An element's are a hash of the tensor's key, which depends on its seed and step, and of
 the element's index in the whole tensor, so they are the same however the tensor is divided. Elements
-are counted in the order of the memory if the tensor has no gaps, so those of a tensor in channels-last
-are others than those of a contiguous one.
+are counted in the order of the memory if the tensor has no gaps, so a tensor in channels-last has other
+bits than a contiguous one.
 
     key = mixed(mixed(seed) + step)         x = mixed(index ^ (index >> 32) ^ key)
 
-**Steps** are counted in float32, which adds 1 up to 2^24. From there on a step makes of the count the
-next float32 number, whose pattern is the `step` of the key: each step has bits of its own.
+**Steps** are counted in float32, which adds 1 up to 2^24. From there on each step makes the count the
+next float32 number, whose pattern is the `step` of the key, so each step has its own bits.
 
 **Two moments in 16 bits.** The second moment v is kept as s = sqrt(v), a number of 9 bits with 3 bits
 of mantissa, from 2^-40 to 1.75 * 2^23; the first moment m as its ratio to the stored s, 7 bits: a sign,
@@ -180,7 +180,7 @@ def parted_half(master, x, bits, number, real, whole, least, if_less, BITS):
 
 
 class Functions(NamedTuple):
-    """The functions that formulas call, of float32 and int32 tensors, or of what stands for them."""
+    """The functions that formulas call, for float32 and int32 tensors and stand-ins."""
 
     bits: Callable[[Any], Any]
     number: Callable[[Any], Any]

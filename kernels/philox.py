@@ -18,9 +18,9 @@ from torch import Tensor
 
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-"""Of words 0 and 2 in each round."""
+"""The factors of words 0 and 2 in each round."""
 WEYL = 0x9E3779B9, 0xBB67AE85
-"""Added to the two words of the key after each round."""
+"""The numbers that are added to the two words of the key after each round."""
 WORD = 0xFFFFFFFF
 GROUP = 16
 """How many numbers one counter serves."""
@@ -31,9 +31,9 @@ class Draw(NamedTuple):
 
     Attributes:
         calls: how often the layer has drawn before, int64 `[]`.
-        seed: of all layers, 64 bits.
-        name: of the layer, 32 bits.
-        rank: of the process, 24 bits.
+        seed: the seed of all layers, 64 bits.
+        name: a hash of the layer's name, 32 bits.
+        rank: the rank of the process, 24 bits.
         operand: 0 for a matrix by row, 1 by column.
     """
 

@@ -93,7 +93,7 @@ def _alike(
 ) -> Iterator[tuple[float, list[int]]]:
     """Yield the numbers of the next steps, and the tensors of a group that take this one.
 
-    Those with other numbers of their `own` come apart.
+    Tensors with other numbers of their `own` are yielded separately.
     """
     alike: defaultdict[Any, list[int]] = defaultdict(list)
     of_group = [steps[i] for i in group]

@@ -4,7 +4,7 @@
     values = saturate(x * factor)                 to nearest even; FMAX is 448 (E4M3) or 57344 (E5M2)
     x     ~= values * inverse,  inverse = 1 / factor
 
-amax is the largest magnitude of what shares a scale:
+amax is the largest magnitude of the numbers that share a scale:
 
     tensor    a whole matrix, this one or earlier ones (`factor`)
     row       a row

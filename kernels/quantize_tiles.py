@@ -1,6 +1,6 @@
 """`amp.kernels.quantize` in Triton: a matrix is read in tiles, and each tile is written both ways.
 
-A program reads one tile `[TM, TK]` and writes it quantized as it is, and transposed. The dimension
+A program reads one tile `[TM, TK]` and writes it quantized, by rows and transposed. The dimension
 that is contiguous in memory is a multiple of 16, so that 128 bits move at a time. The amax of a tensor
 or a row spans several tiles, so an earlier launch computes it.
 
@@ -288,7 +288,7 @@ def store_both(
     tile, row_factor, column_factor, by_row, by_column, m, k, M, K, PADDED,
     E4M3: tl.constexpr, BY_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile times its factors, as it is and transposed."""
+    """Write a tile times its factors, by rows and transposed."""
     if by_row is not None:
         store_tile(by_row, to_fp8(tile * row_factor, E4M3, BY_BITS), m, k, M, K)
     if by_column is not None:

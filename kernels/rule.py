@@ -73,7 +73,7 @@ class UpdateRule(NamedTuple):
         update: takes a parameter, its gradient, a tuple of its moments, the prepared numbers and
             functions for a square root, a division and `plus_product`; returns the new parameter and a
             tuple of new moments. Triton and plain torch both run it.
-        direction: as `update`, but returns the direction of the step in place of the new parameter. A
+        direction: as `update`, but returns the direction of the step instead of the new parameter. A
             rule with a direction uses the norms of parameters and directions as the tensor's own
             numbers.
         plain_update: replaces `update` in plain torch, where it may compute the norms itself.
@@ -160,7 +160,7 @@ def quotient(x, y):
 def plus_product(x, factor, y):
     """Return x + factor * y, but x where the factor is 0, even if y is infinite or NaN.
 
-    A term that a hyper-parameter leaves out is no 0 * inf then, but left out, as in `torch.optim`.
+    So a term whose hyper-parameter is 0 is left out, as in `torch.optim`, and is no 0 * inf.
     """
     return tl.where(factor == 0.0, x, x + factor * y)
 

@@ -17,7 +17,7 @@ The dtype of low selects one of four encodings:
   float16, as in Kahan's summation. The weight is that number rounded to nearest even, and low is the
   remainder. Encoding a master that came from `decode` gives the same halves again.
 
-A weight that other code writes is the master's value from then on. The low bits of the first three are
+A weight that a script writes is the master's value from then on. The low bits of the first three are
 relative to the weight, and move it by half a unit of the weight at most. A remainder is absolute: one
 that is too large for the weight is a remainder of another weight, and counts as 0.
 

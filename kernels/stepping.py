@@ -5,8 +5,8 @@
     model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
     step = t                                                  see `amp.kernels.packing` from 2^24 on
 
-A step that merges first takes what other code has written to the models, as a merge does that
-`amp.kernels.master_copy` describes, but it steps, and so writes, all elements. Instead of having a
+A step that merges first takes what a script has written to the models, as a merge of
+`amp.kernels.master_copy` does, but it steps, and so writes, all elements. Instead of having a
 model, a parameter may be a 16-bit weight that forms a master with its `low` half; see
 `amp.kernels.split`. Two moments may be packed in one int16. These, moments in bfloat16 and low halves
 in int8 are rounded stochastically: up or down at random, with the right mean. The random bits of an
@@ -20,7 +20,7 @@ Shapes: a parameter, its gradient, moments and model have one shape, of any size
 `step`, float32 `[]`. DTensors go through their local shards. Dtypes: float16, bfloat16 or float32 each,
 or those of packing; the arithmetic is FP32, and each result is rounded once. Where one is float64,
 plain torch computes all in FP64. Launches: one for each device and combination of dtypes, and three
-before it for a rule that uses the norms of its own direction. Memory traffic: each tensor is read and
+before it for a rule that uses the norm of its direction. Memory traffic: each tensor is read and
 written at most once; for AdamW with FP32 masters of 16-bit weights, that is 28 bytes a parameter, 30
 for a step that merges, and 12 with packed moments and low halves in int8. Norms of a direction read all
 tensors once more, the models only if the step merges. Backends give the same bits, except for rules
@@ -77,7 +77,7 @@ from amp.kernels.tensor_lists import TensorList, dense
 BLOCK = 2048
 """How many elements a program steps at a time."""
 RANDOM_PARTS = 2
-"""How many such parts a program steps if it rounds at random, for which it first computes much."""
+"""How many such parts a program steps if it rounds at random, which needs much computation first."""
 REGISTERS, RANDOM_REGISTERS = 64, 80
 """So many registers let four or three programs share a multiprocessor of 64Ki. On an H100 four were
 faster, also where a thread spills some numbers; but not with two moments that are rounded at random.
@@ -126,7 +126,7 @@ def step(
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
         maximize: whether to step along the gradients.
         merges: whether each element of `params` is first merged with that of `models`: where the model
-            is not the rounded parameter, other code has written it, and its value is stepped. Without
+            is not the rounded parameter, a script has written it, and its value is stepped. Without
             models there is nothing to merge: a high half is the weight itself.
         norms_of_all_ranks: takes the norms of this rank's shards, float32 `[2n]`, and returns those of
             whole tensors, for a rule with a direction. None where tensors are whole.

@@ -70,7 +70,7 @@ class TensorList(list[Tensor]):
         super().__init__(tensors)
         self._like = like
         self.table: Any = None
-        """What a merge of these masters prepares for the next one; see `amp.kernels.master_copy`."""
+        """What a merge of these masters prepares for the next; see `amp.kernels.master_copy`."""
         if like is not None:
             self.device = like.device
             if dtype is not None:
@@ -89,7 +89,7 @@ class TensorList(list[Tensor]):
         return some
 
     def now(self) -> TensorList:
-        """Return the tensors as they are now: this list, if each is where it was."""
+        """Return a list with current addresses: this one, if no tensor has moved."""
         is_same = host_lists.lists.addresses(self) == self.addresses
         return self if is_same else TensorList(self)
 
@@ -109,7 +109,7 @@ class TensorList(list[Tensor]):
             shapes = [str(tuple(tensor.shape)) for tensor in self if has_no_memory(tensor)]
             raise ReleasedMemoryError(
                 f"a tensor of shape {shapes[0]} has no memory: it was released, as by "
-                "untyped_storage().resize_(0). Bring it back first"
+                "untyped_storage().resize_(0). Restore it first"
             )
 
     @cached_property
