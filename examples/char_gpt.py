@@ -5,8 +5,8 @@
     python examples/char_gpt.py --config examples/char_gpt.yaml
     torchrun --nproc-per-node 2 examples/char_gpt.py --parallel fsdp2    # or ddp, tp, fsdp2+tp
 
-Kill it whenever you like: what the next run continues from the checkpoint ends with the weights that
-an uninterrupted run has, on a CPU bit for bit.
+Kill it whenever you like: the next run continues from the checkpoint, and ends with the weights of an
+uninterrupted run, on a CPU bit for bit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SETTINGS = (
     "threads",
     "amp",
 )
-"""What a run has to share with the one it continues, to end with the same weights."""
+"""Options that a run must share with the one it continues, to end with the same weights."""
 
 # idlelib, and what is not part of the library; tables of numbers; the texts of help().
 SKIPPED_FOLDERS = {
@@ -147,7 +147,7 @@ class GPT(nn.Module):
 
 @dataclass
 class Run:
-    """What training left behind so far."""
+    """The results of the training so far."""
 
     losses: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -205,7 +205,7 @@ def encode(text: str, vocabulary: str) -> Tensor:
 def draw_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
     """Return the windows of one step, `[accumulate, batch_size, context + 1]`.
 
-    They depend on the seed and the step alone, so a resumed run sees what it would have seen.
+    They depend only on the seed and the step, so a resumed run sees the same windows.
     """
     generator = torch.Generator().manual_seed(1_000_003 * args.seed + step)
     shape = (args.accumulate, args.batch_size, 1)
@@ -278,7 +278,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, args: argparse.Namespace) ->
 
 
 class Trainer:
-    """Everything that training goes on with, and that a checkpoint holds."""
+    """Everything that a training needs to go on, and that a checkpoint holds."""
 
     def __init__(self, config: GPTConfig, args: argparse.Namespace, parallel: Parallel) -> None:
         torch.manual_seed(args.seed)
@@ -294,7 +294,7 @@ class Trainer:
         self.schedule = make_schedule(self.optimizer, args)
 
     def save(self, path: Path) -> None:
-        """Write a checkpoint; whoever reads finds the old one or the new one, and both whole."""
+        """Write a checkpoint; a reader finds either the complete old one or the complete new one."""
         rest: dict[str, Any] = {
             "config": asdict(self.model.config),
             "settings": self.args.settings,

@@ -4,8 +4,8 @@
     python examples/dcgan.py --opt-level O5 --fresh
     python examples/dcgan.py --config examples/dcgan.yaml
 
-The digits are the 1,797 8x8 images that ship inside scikit-learn. Each loss has a scale of its own:
-0 for the discriminator on real images, 1 for it on generated ones, 2 for the generator.
+The digits are the 1,797 8x8 images that ship inside scikit-learn. Each loss has its own scale: 0 for
+the discriminator on real images, 1 for it on generated ones, 2 for the generator.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def initialize_weights(module: nn.Module) -> None:
 
 @dataclass
 class Run:
-    """What a run has gone through."""
+    """The history of a run."""
 
     step: int = 0
     discriminator_losses: list[float] = field(default_factory=list)
@@ -194,7 +194,7 @@ def plot(trainer: Trainer, path: Path) -> None:
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line and the config; what the command line says wins."""
+    """Read the command line and the config; the command line takes precedence."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--opt-level", help="a level, an alias or a profile; default: O2")
     parser.add_argument("--config", type=Path, help="YAML with an amp: and a train: block")

@@ -55,7 +55,7 @@ class DigitNet(nn.Module):
 
 @dataclass
 class Run:
-    """What one training run left behind."""
+    """The results of one training run."""
 
     level: str
     weight_dtype: str = ""

@@ -38,7 +38,7 @@ KEPT = 2
 
 
 class Parallel:
-    """The processes of a run, and what each does of it.
+    """The processes of a run, and the part of each.
 
     Args:
         kind: one of `KINDS`.
@@ -81,7 +81,7 @@ class Parallel:
             self._data = mesh["data"] if "tensor" in names else mesh
 
     def part_of(self, batches: Tensor) -> Tensor:
-        """Return what this rank takes of `[accumulate, batch_size, ...]`."""
+        """Return this rank's part of `[accumulate, batch_size, ...]`."""
         if self._data is None:
             return batches
         of = self._data.size()
@@ -99,7 +99,7 @@ class Parallel:
         return number
 
     def seed(self, seed: int, step: int) -> None:
-        """Seed dropout: equal on the ranks that share activations, and whatever was drawn before."""
+        """Seed dropout: equally on ranks that share activations, and independently of earlier draws."""
         if self.kind != "none":
             torch.manual_seed((1_000_003 * seed + step) * 4099 + self._data_rank)
 
@@ -121,7 +121,7 @@ class Parallel:
         return model
 
     def wrap(self, model: nn.Module) -> Any:
-        """Return what computes the forward: DDP comes after amp."""
+        """Return the model whose forward is called: DDP comes after amp."""
         self._wrapped = DistributedDataParallel(model) if self.kind == "ddp" else model
         return self._wrapped
 

@@ -1,5 +1,4 @@
-"""Attributes of all tensors of a list, which the host reads in each step, in C++ where that is
-compiled.
+"""Reading attributes of all tensors of a list in each step, in C++ where that is compiled.
 
 A step reads addresses, versions, gradients, dtypes and devices of all tensors many times. In Python
 that is a call for each tensor, and most of the host's work. `lists` reads them. It is `InPython` until

@@ -1,4 +1,4 @@
-"""What to do about a finding, in the terms of the script: those of its level, or of plain PyTorch."""
+"""Advice about a finding, in the terms of the script: those of its level, or of plain PyTorch."""
 
 from __future__ import annotations
 

@@ -139,14 +139,14 @@ class Memories:
         self[x].twin = None
 
     def read(self, x: Tensor) -> Value:
-        """Return a value that stays as it is when its memory is written to."""
+        """Return a value that does not change when its memory is written to."""
         memory = self[x]
         value = Value(x.detach(), self.twin(x), memory, memory.made)
         memory.readers.add(value)
         return value
 
     def before_write(self, x: Tensor) -> None:
-        """Give what ops have read from a memory, which is about to be written to, memory of its own."""
+        """Copy the values that ops have read from a memory that is about to be written to."""
         memory = self[x]
         for value in memory.readers:
             value.real = value.real.clone()

@@ -1,4 +1,4 @@
-"""Finding losses that are computed of scaled gradients, such as penalties, or that are not scaled.
+"""Finding losses that are computed from scaled gradients, such as penalties, or that are not scaled.
 
 A scaled gradient has the degree 1 in the scale, its square 2, and a ratio of two gradients 0. A result
 of degree 1 is unscaled by a factor of 1 / scale, or of less, since it may hold a learning rate too.

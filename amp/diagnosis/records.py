@@ -32,7 +32,7 @@ PLACINGS = {"bucketize", "searchsorted"}
 
 
 class Owned(NamedTuple):
-    """What the memory of a tensor is known by.
+    """The kind and the name of a tensor's memory.
 
     Attributes:
         kind: `weight`, `buffer`, `moment`, `average`, `argument`, `gradient` or `tensor`.

@@ -1,4 +1,4 @@
-"""What a shadow has seen of losses and gradients, and of the scale that they have."""
+"""The losses and gradients that a shadow has seen, and their scales."""
 
 from __future__ import annotations
 

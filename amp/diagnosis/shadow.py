@@ -1,4 +1,4 @@
-"""A shadow of a step: every op runs as it is, and again in FP64 on twins that were never rounded.
+"""A shadow of a step: every op also runs in FP64, on twins that were never rounded.
 
 A dispatch mode sees the ops below autocast and autograd, forward, backward and in the optimizer's step,
 so casts are ops like others. The step's own tensors are only read: its results are bitwise the same as

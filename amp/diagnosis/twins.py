@@ -1,4 +1,4 @@
-"""Twins: what a tensor would hold if nothing had been rounded since the watch began.
+"""Twins: the values of tensors if nothing had been rounded since the watch began.
 
 Here is how an op runs on twins, and how far a tensor is from its twin; `amp.diagnosis.memories` keeps
 the twins themselves.

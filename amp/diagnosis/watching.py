@@ -1,4 +1,4 @@
-"""`amp.watch`: looking at the training of any script, as it is, with amp or without it.
+"""`amp.watch`: looking at the training of any unmodified script, with amp or without it.
 
 Some steps of the training have a shadow. The first window begins when the first optimizer is made,
 since masks, positions and noise come before a forward; later ones begin with a forward, since warm-ups

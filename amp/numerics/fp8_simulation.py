@@ -1,4 +1,4 @@
-"""What FP8 and FP4 lose of a tensor with each granularity of scales, and delayed scaling simulated.
+"""Losses of a tensor in FP8 and FP4 with each granularity of scales, and delayed scaling simulated.
 
 Both use the code that training uses: `amp.kernels.quantize` and `quantize_fp4`, and the amax history of
 `fp8="delayed"`.
@@ -40,7 +40,7 @@ _E2M1 = as_format("e2m1")
 
 
 class Fp8Loss(NamedTuple):
-    """What one format and granularity of scales loses of tensors.
+    """The losses of tensors with one format and granularity of scales.
 
     Attributes:
         format: the format's name.
@@ -165,11 +165,11 @@ def _matrix(x: Tensor) -> Tensor:
         raise AmpTypeError("a tensor on the meta device has no values")
     if not isinstance(x, Tensor) or x.dtype not in (*SOURCES, torch.float64):
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise AmpTypeError(f"FP8 is made of tensors of floating-point numbers, and this is {kind}")
+        raise AmpTypeError(f"FP8 can be made only from floating-point tensors, and this is {kind}")
     matrix = x.detach().to_dense().float().reshape(-1, x.shape[-1] if x.dim() else 1)
     if not bool(matrix.isfinite().all()):
         raise AmpValueError(
-            "a tensor holds inf or NaN, and so does each product of it in FP8, with every scale"
+            "a tensor holds inf or NaN, so each product with it in FP8 does too, with every scale"
         )
     return matrix
 

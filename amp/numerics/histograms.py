@@ -65,8 +65,8 @@ class Histogram:
     def fates(self, fmt: Format, scale: float = 1.0) -> tuple[int, int, int]:
         """Return how many numbers, times a scale, become 0, become subnormal and overflow in a format.
 
-        Only exponents are known: the numbers of an exponent are all counted like the majority of the
-        format's numbers with that exponent.
+        Only exponents are known, so all numbers of an exponent count like the majority of the format's
+        numbers with that exponent.
         """
         shift = math.frexp(scale)[1] - 1
         normal = fmt.min_exponent if fmt.has_zero else -math.inf
@@ -89,7 +89,8 @@ class WatchedLayer:
     Attributes:
         activations: its outputs.
         activation_gradients: the gradients of its outputs, unscaled if the optimizer is known.
-        weight_gradients: the gradients of its own parameters, unscaled if the optimizer is known.
+        weight_gradients: the gradients of its parameters, without those of submodules, unscaled if the
+            optimizer is known.
     """
 
     activations: Histogram
@@ -250,7 +251,7 @@ def watch(model: nn.Module, every: int = 1, optimizer: Any = None) -> Watch:
         model: the model that the training loop calls, not compiled. A part of it will not do.
         every: watch one of so many forwards with gradients, and its backward.
         optimizer: an optimizer from `amp.initialize`. Gradients are then divided by the scale of its
-            session's first loss; without it they are counted as they are, scaled or not.
+            session's first loss; without it they are counted with any scale that they have.
 
     Raises:
         AmpTypeError: `model` is not a module.

@@ -360,11 +360,11 @@ def _load(path: Path) -> list[Tensor]:
     argument("--width", "numbers for each token", type=int),
     argument("--sequence", "tokens of a sequence", type=int),
     argument("--batch", "sequences of a batch", type=int),
-    argument("--checkpointing", "blocks keep their inputs alone", action="store_true"),
+    argument("--checkpointing", "blocks keep only their inputs", action="store_true"),
     argument("--no-flash", "attention keeps its scores", action="store_true"),
     argument("--script", "count the parameters and activations of a script's first step"),
-    argument("--activations", "numbers kept for backward, instead", type=_count),
-    argument("--linear-inputs", "more of them, which linear layers keep", type=_count),
+    argument("--activations", "instead, the numbers kept for backward", type=_count),
+    argument("--linear-inputs", "besides, the numbers that linear layers keep", type=_count),
     argument("--world-size", "processes (1)", type=int),
     argument("--sharding", "none, zero1, zero2, zero3, fsdp2"),
 )
@@ -463,7 +463,7 @@ def _crises(arguments: argparse.Namespace, printer: Printer) -> Any:
 @command(
     "lab",
     argument("--out", "where to write it (lab.html)"),
-    argument("--serve", "serve it, and open it, instead", action="store_true"),
+    argument("--serve", "serve it instead, and open it", action="store_true"),
     argument("--port", "where to serve it (a free one)", type=int),
     argument("--no-browser", "serve it, and open nothing", action="store_true"),
     as_json=False,

@@ -100,7 +100,7 @@ class Transformer:
         batch: sequences of a batch.
         vocabulary: different tokens.
         heads: heads of attention; 0 takes one for 64 numbers.
-        checkpointing: whether blocks keep their inputs alone, and run again in the backward.
+        checkpointing: whether blocks keep only their inputs, and run again in the backward.
         flash: whether attention keeps no scores.
     """
 
@@ -121,7 +121,7 @@ class Transformer:
 
     @property
     def activations(self) -> tuple[float, float]:
-        """How many elements are kept for backward: by linear layers of their inputs, and by others.
+        """The number of elements kept for backward: inputs of linear layers, and others.
 
         A block keeps for each token and hidden unit the inputs of its linear layers (1 of q, k and v
         together, 1 of the output, 1 and 4 of the MLP), those of two norms, q, k and v, and 4 of the
@@ -247,7 +247,7 @@ _INSTEAD = {"script": ("params", "model", "activations"), "model": ("activations
 
 
 def check_options(given: dict[str, Any]) -> None:
-    """Raise AmpValueError if an option would have no effect, since another one is missing or there."""
+    """Raise AmpValueError if an option has no effect because another one is missing or is given."""
     are_given = {name for name, value in given.items() if value not in (None, False)}
     name_of = {name: f"--{name.replace('_', '-')}" for name in given}
     for name in _OF_A_MODEL if given["model"] is None else ():

@@ -43,7 +43,7 @@ def _picture(path: str | Path, rows: int = 1) -> Iterator[Any]:
 
 
 def _legend(axes: Any) -> None:
-    """Put the legend beside what is drawn."""
+    """Put the legend beside the drawing."""
     axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), borderaxespad=0.0)
 
 

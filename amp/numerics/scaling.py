@@ -1,4 +1,4 @@
-"""Simulating a dynamic loss scale, and computing what each scale would lose of given gradients."""
+"""Simulating a dynamic loss scale, and computing which of given gradients each scale would lose."""
 
 import functools
 import math
@@ -103,7 +103,7 @@ def _overflows(gradients: float | Tensor, scale: float, fmt: Format) -> bool:
 
 @dataclass(frozen=True)
 class FormatSurvival:
-    """What each scale would lose of gradients in one format.
+    """The gradients that each scale would lose in one format.
 
     Attributes:
         zero: for each scale, the fraction of the gradients other than 0 that become 0.
@@ -121,7 +121,7 @@ class FormatSurvival:
 
 @dataclass(frozen=True)
 class GradientSurvival:
-    """What each scale would lose of gradients, in several formats.
+    """The gradients that each scale would lose, in several formats.
 
     Attributes:
         scales: the scales.

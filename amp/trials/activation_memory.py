@@ -38,7 +38,7 @@ class Activations:
         self.most = 0
 
     def pack(self, tensor: Tensor) -> _Saved:
-        """Return the object that a node of the graph saves in place of a tensor."""
+        """Return the object that a node of the graph saves instead of a tensor."""
         return _Saved(self, tensor)
 
     @staticmethod

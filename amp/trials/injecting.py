@@ -26,7 +26,7 @@ from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
 
 AS_IS = "as is"
-"""Takes the place of a level: the script as it is."""
+"""Stands for a level: the script in its own precision."""
 _NOTHING: dict[str, Any] = {"opt_level": "O0", "cast_model_type": False, "master_weights": False}
 _REFUSED = {
     "DeepSpeedEngine": "DeepSpeed steps in its own engine: use its own precision",

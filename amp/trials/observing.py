@@ -91,7 +91,8 @@ class _Log:
         sums: the sums of losses by `loss_id`, over the blocks since the last step.
         losses: those of each step, by `loss_id`.
         skipped: for each step, whether it was skipped.
-        count_still: counts the weights that the step of now has left alone, and those with a gradient.
+        count_still: counts the weights that the present step has not changed, and those with a
+            gradient.
     """
 
     attached: AttachedOptimizer
@@ -377,7 +378,7 @@ class _Clock:
 def _counting_still(
     attached: AttachedOptimizer, trained: list[tuple[Tensor, Tensor]]
 ) -> Callable[[], tuple[int, int]]:
-    """Return a function that counts the weights that are as they are now, and those with a gradient."""
+    """Return a function that counts weights that a step has not changed, and those with a gradient."""
     parts = [
         (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
         for parameter, grad in trained

@@ -141,7 +141,7 @@ class Replay:
                 stack.callback(run_in_float32(module, [rule], caster))
 
     def _uncast(self, arguments: Sequence[str], stack: ExitStack) -> None:
-        """Leave arguments of the models as they are."""
+        """Do not cast arguments of the models."""
         for hook in [x for model in self.models.values() for x in model._forward_pre_hooks.values()]:
             if isinstance(hook, ModelInputs):
                 kept = hook.which if isinstance(hook.which, tuple) else ()

@@ -25,7 +25,7 @@ _MOST_STEPS = 10_000
 """Each of them takes as long as many steps."""
 _SCRIPT = (
     argument("script", "a script that trains, with amp or without it", nargs="?"),
-    argument("-m", "a module, as python -m takes it, instead", dest="module"),
+    argument("-m", "instead of a script, a module, as in python -m MODULE", dest="module"),
 )
 
 
@@ -41,7 +41,7 @@ def _script_of(arguments: argparse.Namespace) -> list[str]:
     *_SCRIPT,
     argument("--levels", f"({','.join(LEVELS)})", default=",".join(LEVELS)),
     argument("--steps", "optimizer steps of each run (25)", type=int, default=25),
-    argument("--seed", "of all random numbers (0)", type=int, default=0),
+    argument("--seed", "the seed of all random numbers (0)", type=int, default=0),
     argument("--reference", f"{' or '.join(REFERENCES)} (fp64)", default="fp64"),
     argument("--out", "write a page with the curves and a heat map", metavar="FILE"),
     takes_a_script=True,
@@ -76,7 +76,7 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
     "doctor",
     *_SCRIPT,
     argument("--steps", "optimizer steps to look at (3)", type=int, default=3),
-    argument("--opt-level", "in place of the script's own, or of no amp"),
+    argument("--opt-level", "a level, instead of the script's own precision"),
     argument("--level", argparse.SUPPRESS, dest="opt_level"),  # its name once
     argument("--at", "steps to look at in a script without amp (1,4,20)", default="1,4,20"),
     takes_a_script=True,

@@ -1,4 +1,4 @@
-"""Running an unmodified script in a process of its own."""
+"""Running an unmodified script in a separate process."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def memory_of(path: str) -> tuple[int, float]:
 
 
 def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, Any]:
-    """Run a job in a process of its own, end all processes that it started, and return what was seen.
+    """Run a job in a separate process, end all processes that it started, and return its result.
 
     What it writes goes to files without a name, because a process that it leaves behind would keep a
     pipe open. If this process is killed, the child reads the end of `alive`, and ends too. `tell` is
