@@ -221,18 +221,19 @@ SOURCES = [path for folder in ("amp", "kernels", "examples") for path in (ROOT /
 SOURCES += [ROOT / "amp" / "numerics" / "web" / "lab.html", ROOT / "docs" / "site" / "reference.py"]
 
 
-@pytest.mark.parametrize("path", [*PAGES, *SOURCES], ids=lambda path: path.name)
-def test_lists_of_levels_do_not_end_before_fp4(path: Path) -> None:
-    text = " ".join(path.read_text().split())
-    for fact in FACTS:
-        text = text.replace(fact, "")
-    for words in re.findall(r"O\d(?:(?:,? (?:and |or |to )?|/)O\d)+", text):
-        levels = set(re.findall(r"O\d", words))
-        assert not words.endswith("to O7"), words
-        if levels & {"O2", "O3", "O5"}:
-            assert levels.isdisjoint({"O7"}) or "O9" in levels, words
-        if levels & {"O1", "O4"}:
-            assert levels.isdisjoint({"O6"}) or "O8" in levels, words
+def test_lists_of_levels_do_not_end_before_fp4() -> None:
+    early = []
+    for path in (*PAGES, *SOURCES):
+        text = " ".join(path.read_text().split())
+        for fact in FACTS:
+            text = text.replace(fact, "")
+        for words in re.findall(r"O\d(?:(?:,? (?:and |or |to )?|/)O\d)+", text):
+            levels = set(re.findall(r"O\d", words))
+            of_models = levels & {"O2", "O3", "O5"} and "O7" in levels and "O9" not in levels
+            of_functions = levels & {"O1", "O4"} and "O6" in levels and "O8" not in levels
+            if of_models or of_functions or words.endswith("to O7"):
+                early.append(f"{path.name}: {words}")
+    assert not early
 
 
 def slug(heading: str) -> str:
