@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,22 @@ from amp.profiles.rules import Rule
 from amp.state_checks import as_float
 from amp.training.attached_optimizer import AttachedOptimizer, keeps_moments
 from amp.training.verdicts import Capabilities, declares
-from amp.training.wrapped_optimizers import innermost, is_optimizer
+from amp.training.wrapped_optimizers import Optimizer, innermost, is_optimizer
+
+Item = TypeVar("Item", covariant=True)
+
+
+class ListOf(Protocol[Item]):
+    """A list, whatever subclasses its items are of: for type checkers, which take no tuple for it."""
+
+    def __iter__(self) -> Iterator[Item]: ...
+
+    def reverse(self) -> None:
+        """Reverse the list, which a tuple cannot do."""
+
+
+Models = TypeVar("Models", bound=nn.Module | ListOf[nn.Module] | None)
+Optimizers = TypeVar("Optimizers", bound=Optimizer | ListOf[Optimizer])
 
 
 def check_verbosity(value: Any) -> None:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import NoneType
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
-import torch
 from torch import Tensor
 
 from amp import checkpoint
-from amp.arguments import attached_to
+from amp.arguments import Models, Optimizers, attached_to
 from amp.distributed import ProcessGroup
 from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.kernels.interrupts import followed_by
-from amp.profiles.loss_scaling import LossScaling
-from amp.profiles.properties import OVERRIDE_KEYS, SessionOptions, hint_at
+from amp.profiles.options import Dtype, Flag, LossScale, Masters, OptLevel, SessionOptions
+from amp.profiles.properties import OVERRIDE_KEYS, hint_at
 from amp.session import Session
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.recorder import Transition
-from amp.training.wrapped_optimizers import ATTACHED
-
-M = TypeVar("M")
-T = TypeVar("T")
+from amp.training.wrapped_optimizers import ATTACHED, Optimizer
 
 
 class _Default:
@@ -39,35 +34,35 @@ class _Default:
 
 @overload
 def initialize(
-    models: M,
+    models: Models,
     optimizers: None = None,
     enabled: bool = True,
-    opt_level: str | os.PathLike[str] = "O1",
+    opt_level: OptLevel = "O1",
     **options: Unpack[SessionOptions],
-) -> M: ...
+) -> Models: ...
 
 
 @overload
 def initialize(
-    models: M,
-    optimizers: T,
+    models: Models,
+    optimizers: Optimizers,
     enabled: bool = True,
-    opt_level: str | os.PathLike[str] = "O1",
+    opt_level: OptLevel = "O1",
     **options: Unpack[SessionOptions],
-) -> tuple[M, T]: ...
+) -> tuple[Models, Optimizers]: ...
 
 
 def initialize(
     models: Any = ...,
     optimizers: Any = None,
     enabled: bool = True,
-    opt_level: str | os.PathLike[str] = "O1",
-    cast_model_type: torch.dtype | str | Literal[False] | None = None,
-    patch_torch_functions: bool | str | None = None,
-    keep_batchnorm_fp32: bool | str | None = None,
-    master_weights: bool | str | None = None,
-    loss_scale: float | str | Mapping[str, Any] | LossScaling | None = None,
-    cast_model_outputs: torch.dtype | str | None = None,
+    opt_level: OptLevel = "O1",
+    cast_model_type: Dtype | Literal[False] | None = None,
+    patch_torch_functions: Flag | None = None,
+    keep_batchnorm_fp32: Flag | None = None,
+    master_weights: Masters | None = None,
+    loss_scale: LossScale | None = None,
+    cast_model_outputs: Dtype | None = None,
     num_losses: int = 1,
     verbosity: int = 1,
     min_loss_scale: float | None = None,
@@ -191,7 +186,7 @@ def _check_arguments(models: object, enabled: object, others: Mapping[str, Any])
 
 def scale_loss(
     loss: Tensor,
-    optimizers: Any = None,
+    optimizers: Optimizer | Sequence[Optimizer] | None = None,
     loss_id: int = 0,
     model: Any = None,
     delay_unscale: bool = False,
@@ -253,7 +248,7 @@ def _default(caller: str) -> Session:
     return _Default.session
 
 
-def get_session(optimizer: Any = None) -> Session:
+def get_session(optimizer: Optimizer | None = None) -> Session:
     """Return the session of an optimizer, or of the last `initialize` if None.
 
     Raises:
@@ -265,7 +260,7 @@ def get_session(optimizer: Any = None) -> Session:
     return session
 
 
-def master_params(optimizer: Any) -> Iterator[Tensor]:
+def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the parameters that an optimizer steps: FP32 masters of 16-bit weights, if there are any.
 
     Between `scale_loss` and `step` their `.grad` is unscaled: clip these gradients. Masters that are
@@ -289,7 +284,7 @@ def master_params(optimizer: Any) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def step_was_skipped(optimizer: Any) -> bool:
+def step_was_skipped(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's last `step` was skipped because of an overflow.
 
     The host waits for the device if the optimizer skips on the device, as torch's fused ones do.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, TypeVar, Unpack, overload
+from typing import Any, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor, nn
 
 from amp import active, arguments, checkpoint, distributed
+from amp.arguments import Models, Optimizers
 from amp.casting.by_op import CastOps
 from amp.casting.fp8_strategy import Fp8Linears, set_forward
 from amp.casting.memory_checks import named_tensors
@@ -28,7 +28,8 @@ from amp.observer_makers import MAKERS
 from amp.observers import Observer, everywhere
 from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
-from amp.profiles.properties import Overrides, Properties
+from amp.profiles.options import OptLevel, Overrides
+from amp.profiles.properties import Properties
 from amp.setup import Setup
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
@@ -36,13 +37,10 @@ from amp.training.recorder import Transition
 from amp.training.running_stats import RunningStatistics
 from amp.training.scaler import LossScaler
 from amp.training.synchronization import Synchronization
-from amp.training.wrapped_optimizers import ATTACHED
+from amp.training.wrapped_optimizers import ATTACHED, Optimizer
 from amp.undo import Undo
 
 logger = logging.getLogger("amp")
-
-M = TypeVar("M")
-T = TypeVar("T")
 
 
 class Session:
@@ -90,7 +88,7 @@ class Session:
 
     def __init__(
         self,
-        opt_level: str | os.PathLike[str] = "O1",
+        opt_level: OptLevel = "O1",
         *,
         num_losses: int = 1,
         verbosity: int = 1,
@@ -141,13 +139,13 @@ class Session:
 
     @overload
     def initialize(
-        self, models: M, optimizers: None = None, *, allow_incoming_model_not_fp32: bool = False
-    ) -> M: ...
+        self, models: Models, optimizers: None = None, *, allow_incoming_model_not_fp32: bool = False
+    ) -> Models: ...
 
     @overload
     def initialize(
-        self, models: M, optimizers: T, *, allow_incoming_model_not_fp32: bool = False
-    ) -> tuple[M, T]: ...
+        self, models: Models, optimizers: Optimizers, *, allow_incoming_model_not_fp32: bool = False
+    ) -> tuple[Models, Optimizers]: ...
 
     def initialize(
         self, models: Any, optimizers: Any = None, *, allow_incoming_model_not_fp32: bool = False
@@ -218,6 +216,18 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __repr__(self) -> str:
+        if not self.properties.enabled:
+            return f"Session({self._called!r}, enabled=False)"
+        scales = [x.loss_scale() if x.is_on_host else x.recorder.scale for x in self.scalers]
+        listed = {
+            "models": [type(model).__name__ for model in self.live_models()],
+            "optimizers": [type(each.optimizer).__name__ for each in self.attached],
+            "loss_scale": [f"{scale:g}" for scale in scales],  # on a device, the last that has arrived
+        }
+        parts = [f"{name}=[{', '.join(values)}]" for name, values in listed.items()]
+        return f"Session({', '.join([repr(self._called), *parts])}{', closed' * self.closed})"
+
     def __reduce__(self) -> NoReturn:
         raise AmpTypeError(
             "a session can be neither pickled nor copied: it belongs to the models and optimizers of "
@@ -238,7 +248,7 @@ class Session:
     def scale_loss(
         self,
         loss: Tensor,
-        optimizers: Any = None,
+        optimizers: Optimizer | Sequence[Optimizer] | None = None,
         loss_id: int = 0,
         model: Any = None,
         delay_unscale: bool = False,

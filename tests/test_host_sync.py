@@ -191,6 +191,21 @@ def test_a_state_dict_waits_at_most_twice(level: str, written: int) -> None:
     assert sum(bool((value == 0.5).all()) for value in saved.values()) == written
 
 
+def test_the_repr_of_a_session_says_what_it_has_and_does_not_wait() -> None:
+    model = net()
+    model, optimizer = amp.initialize(model, FUSED["AdamW"](model.parameters()), opt_level="O2")
+    step(model, optimizer, factor=math.inf)
+    session = amp.get_session()
+    with counted_waits() as waits:
+        text = repr(session)
+    assert not waits
+    assert text == "Session('O2', models=[Sequential], optimizers=[AdamW], loss_scale=[32768])"
+    session.close()
+    closed = text.replace("AdamW", "").replace(")", ", closed)")
+    assert repr(session) == closed
+    assert repr(amp.Session("O1", enabled=False)) == "Session('O1', enabled=False)"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FUSED)

@@ -20,13 +20,8 @@ from amp.profiles.fp8_recipe import FP8_KEYS, Fp8Recipe
 from amp.profiles.keys import Key, OneOf, shown
 from amp.profiles.levels import LEVELS, aliases, resolve
 from amp.profiles.loss_scaling import SCALING_KEYS
-from amp.profiles.properties import (
-    OVERRIDE_KEYS,
-    PROPERTY_KEYS,
-    Overrides,
-    Properties,
-    SessionOptions,
-)
+from amp.profiles.options import Level, Overrides, SessionOptions
+from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS, Properties
 from tests.models import linear, sgd
 
 TABLE = {
@@ -475,7 +470,15 @@ def test_initialize_takes_every_key_as_its_field_does_and_says_so() -> None:
         for value in (*held, *others):  # words and dtypes are spellings of the others
             assert is_of(value, types[name]), (name, value)
         for arm in get_args(types[name]):
+            if get_origin(arm) is Literal:
+                for word in get_args(arm):
+                    key.parse(key.name, word)
+                    taken.append(word)
             assert any(is_of(value, arm) for value in taken), (name, arm)
+
+
+def test_the_levels_that_a_type_checker_knows_are_the_levels_and_their_aliases() -> None:
+    assert sorted(get_args(Level)) == sorted([*LEVELS, *aliases()])
 
 
 def test_the_table_of_levels_in_the_docs_is_what_they_resolve_to() -> None:

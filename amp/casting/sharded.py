@@ -28,11 +28,12 @@ from amp.distributed import ProcessGroup, group_of_mesh
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpRuntimeError
 from amp.profiles.levels import resolve
+from amp.profiles.options import OptLevel
 from amp.profiles.properties import Properties
 from amp.torch_versions import root_mesh
 
 
-def fsdp_policy(opt_level: str = "O5", **overrides: Any) -> Any:
+def fsdp_policy(opt_level: OptLevel = "O5", **overrides: Any) -> Any:
     """Return FSDP2's `MixedPrecisionPolicy` for a level: `fully_shard(model, mp_policy=...)`.
 
     `amp.initialize` sets this policy on every FSDP module whose policy has no dtypes, so this function

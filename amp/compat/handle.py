@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,14 +14,15 @@ from amp.casting.regions import disable_casts
 from amp.compat import lists
 from amp.compat.state import _amp_state
 from amp.errors import AmpNotImplementedError, AmpRuntimeError, brief
+from amp.profiles.options import Level
 from amp.session import Session
 
-_LEVELS = {torch.float16: "O1", torch.bfloat16: "O4"}
+_LEVELS: dict[torch.dtype, Level] = {torch.float16: "O1", torch.bfloat16: "O4"}
 
 
 def init(
     enabled: bool = True,
-    loss_scale: float | str = "dynamic",
+    loss_scale: float | Literal["dynamic"] = "dynamic",
     enable_caching: bool = True,
     verbose: bool = False,
     allow_banned: bool = False,

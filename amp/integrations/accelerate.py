@@ -7,7 +7,6 @@ for the state in a checkpoint. `Scaler` does this with a session, so `accelerato
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -29,6 +28,7 @@ import amp
 from amp import active
 from amp.errors import AmpRuntimeError
 from amp.integrations.late_optimizers import LateOptimizers
+from amp.profiles.options import OptLevel
 from amp.training.wrapped_optimizers import is_optimizer
 
 _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "MULTI_MLU")
@@ -38,7 +38,7 @@ _PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU",
 def prepare(
     accelerator: Accelerator,
     *objects: Any,
-    opt_level: str | os.PathLike[str] = "O1",
+    opt_level: OptLevel = "O1",
     device_placement: list[bool] | None = None,
     **options: Any,
 ) -> Any:
@@ -90,9 +90,7 @@ def prepare(
     return prepared
 
 
-def configure(
-    accelerator: Accelerator, opt_level: str | os.PathLike[str] = "O1", **options: Any
-) -> Scaler:
+def configure(accelerator: Accelerator, opt_level: OptLevel = "O1", **options: Any) -> Scaler:
     """Set the scaler of an accelerator, and return it; see `prepare`.
 
     Raises:

@@ -4,7 +4,6 @@
 """
 
 import functools
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ except ImportError as error:
     raise missing(__name__, "transformers", "huggingface") from error
 
 from amp.integrations.accelerate import configure, end, prepare
+from amp.profiles.options import OptLevel
 
 
 @dataclass
@@ -52,7 +52,7 @@ class AmpMixin:
     def __init__(
         self,
         *args: Any,
-        opt_level: str | os.PathLike[str] | None = None,
+        opt_level: OptLevel | None = None,
         amp_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:

@@ -6,7 +6,6 @@ of a LightningModule, which it recognizes by an attribute `_fabric`; there the o
 """
 
 import inspect
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,6 +22,7 @@ from amp.errors import AmpRuntimeError
 from amp.integrations.late_optimizers import LateOptimizers
 from amp.masters.fp32_values import put_values, values_of
 from amp.patching import Patches, around
+from amp.profiles.options import OptLevel
 from amp.training.attached_optimizer import AttachedOptimizer
 
 
@@ -42,7 +42,7 @@ class AmpPlugin:
 
     def __init__(
         self,
-        opt_level: str | os.PathLike[str] = "O1",
+        opt_level: OptLevel = "O1",
         *,
         num_losses: int = 1,
         verbosity: int = 1,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from amp.casting.regions import disable_casts
+from amp.profiles.options import Level
 from amp.session import Session
 
 
@@ -68,7 +69,7 @@ def vanishing_update(steps: int = 1000, lr: float = 1e-4) -> Crisis:
 
     @torch.inference_mode(False)
     @torch.enable_grad()
-    def train(level: str) -> float:
+    def train(level: Level) -> float:
         model = nn.Linear(1, 1, bias=False, dtype=torch.float32, device="cpu")
         nn.init.ones_(model.weight)
         x = torch.ones(1, 1, dtype=torch.float32, device="cpu")

@@ -36,6 +36,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError, AmpValueError, did_you_mean
 from amp.profiles.keys import parse_count, shown
 from amp.profiles.levels import LEVELS, load_profile, resolve
+from amp.profiles.options import OptLevel
 from amp.profiles.properties import Properties
 from amp.training.attached_optimizer import AttachedOptimizer
 
@@ -47,7 +48,7 @@ _CUT_FROM = {"masters": 1, "optimizer_state": 1, "gradients": 2, "weights": 3}
 """The index of the first sharding in `Sharding` that shards a term."""
 
 
-def _rows() -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows() -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yield the rows that `footprints` compares by default: levels, and overrides."""
     for level in LEVELS:
         yield level, {}
@@ -153,7 +154,7 @@ class _Tensor(NamedTuple):
 
 def footprint(
     model: nn.Module | float,
-    opt_level: str = "O2",
+    opt_level: OptLevel = "O2",
     optimizer: str | type | torch.optim.Optimizer = "adamw",
     *,
     activations: float = 0,
@@ -234,7 +235,7 @@ def footprint(
 def footprints(
     model: nn.Module | float,
     optimizer: str | type | torch.optim.Optimizer = "adamw",
-    rows: Sequence[tuple[str, dict[str, Any]]] | None = None,
+    rows: Sequence[tuple[Any, dict[str, Any]]] | None = None,
     **options: Any,
 ) -> list[Footprint]:
     """Return a `footprint` for each level, with FP32 and with lean masters, to compare.

@@ -31,7 +31,7 @@ class Gpu(NamedTuple):
     has_fp8: bool = False
     has_fp4: bool = False
 
-    def runs(self, level: str) -> bool:
+    def runs(self, level: Any) -> bool:
         """Whether it computes in the formats of a level, without emulation."""
         profile = load_profile(level)
         if profile.fp8 is not None:

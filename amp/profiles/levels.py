@@ -1,9 +1,9 @@
 """Resolving levels, aliases, files of profiles and overrides to properties, and what fits together.
 
-A level is a file in `configs/` with its name, and its `aliases` are other names for it; there is no
-other list of levels. Properties are checked together, not one after another as in apex, so that a legal
-combination does not depend on the order in which its parts are given. The keys of a file are checked
-where it is read, in `profile_file.py`.
+A level is a file in `configs/` with its name, and its `aliases` are other names for it; the only other
+list of levels is `options.Level`, for type checkers. Properties are checked together, not one after
+another as in apex, so that a legal combination does not depend on the order in which its parts are
+given. The keys of a file are checked where it is read, in `profile_file.py`.
 """
 
 import functools
@@ -28,12 +28,13 @@ from amp.errors import (
     did_you_mean,
 )
 from amp.profiles.keys import find_key, shortened, shown
+from amp.profiles.options import OptLevel
 from amp.profiles.profile_file import ProfileFile
 from amp.profiles.properties import OVERRIDE_KEYS, SCALE_BOUNDS, Properties, check_once, hint_at
 from amp.profiles.yaml_syntax import read_mapping
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-LEVELS = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+LEVELS: dict[Any, Path] = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
 """The files of the levels, by name."""
 _LONGEST_CHAIN = 20
 _OF_SESSIONS = ("num_losses", "verbosity", "process_group")
@@ -61,7 +62,7 @@ def compute_dtype(p: Properties) -> torch.dtype | Literal[False] | None:
     return p.patch_torch_functions_type or p.cast_model_type
 
 
-def load_profile(name_or_path: str | os.PathLike[str]) -> Properties:
+def load_profile(name_or_path: OptLevel) -> Properties:
     """Return the properties of a level, an alias or a YAML file.
 
     Args:
@@ -76,7 +77,7 @@ def load_profile(name_or_path: str | os.PathLike[str]) -> Properties:
     return _load(_locate(name_or_path, "opt_level"), ())
 
 
-def resolve(opt_level: str | os.PathLike[str], overrides: Mapping[str, Any]) -> Properties:
+def resolve(opt_level: OptLevel, overrides: Mapping[str, Any]) -> Properties:
     """Return the profile's properties with every override that is not None on top.
 
     `rules` are added to the profile's rules and take precedence. `min_loss_scale` and `max_loss_scale`

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
-from amp.distributed import ProcessGroup
 from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief
 from amp.other_names import hint_at_keyword
 from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
@@ -172,41 +171,3 @@ def check_once(key: Key, given: Mapping[str, Any]) -> None:
     """Raise AmpValueError if both keys of one property are given."""
     if key.field == "fp8" and given.get("fp8") is not None and given.get("fp4") is not None:
         raise AmpValueError("fp8 and fp4 are given, which are one property; keep one")
-
-
-# The types of the overrides, for type checkers.
-
-_Dtype = torch.dtype | str
-
-
-class Overrides(TypedDict, total=False):
-    """Properties on top of a profile, as in docs/profiles.md; None changes nothing."""
-
-    cast_model_type: _Dtype | Literal[False] | None
-    patch_torch_functions: bool | str | None
-    patch_torch_functions_type: _Dtype | None
-    keep_batchnorm_fp32: bool | str | None
-    keep_norm_fp32: bool | str | None
-    buffer_dtype: _Dtype | None
-    master_weights: bool | str | None
-    state_dtype: _Dtype | None
-    reduce_dtype: _Dtype | None
-    loss_scale: float | str | Mapping[str, Any] | LossScaling | None
-    protect_buffers: bool | str | None
-    diagnose: Literal["on_overflow"] | None
-    fp8: str | Mapping[str, Any] | Fp8Recipe | Literal[False] | None
-    fp4: str | Mapping[str, Any] | Fp8Recipe | bool | None
-    cast_model_inputs: bool | Mapping[str, Any] | Sequence[str] | None
-    cast_model_outputs: _Dtype | None
-    rules: Sequence[Any] | None
-    min_loss_scale: float | None
-    max_loss_scale: float | None
-
-
-class SessionOptions(Overrides, total=False):
-    """The keyword arguments of `amp.initialize`."""
-
-    num_losses: int
-    verbosity: int
-    process_group: ProcessGroup | Sequence[ProcessGroup] | None
-    allow_incoming_model_not_fp32: bool

@@ -4,9 +4,9 @@ A wrapper, such as SAM, Lookahead, apex's LARC or Accelerate's, holds the optimi
 shares its groups. It may be a `torch.optim.Optimizer` itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,6 +14,30 @@ from amp.kernels.tensor_lists import are_same
 
 ATTACHED = "_amp_attached"
 """The attribute of an optimizer in a session that has its `AttachedOptimizer`."""
+
+
+class Optimizer(Protocol):
+    """The attributes of an optimizer, or of a wrapper around one, for type checkers; `is_optimizer`."""
+
+    @property
+    def param_groups(self) -> list[Any]:
+        """The groups of parameters, each with its options."""
+        ...
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state of each parameter."""
+        ...
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """The method that updates the parameters."""
+        ...
+
+    @property
+    def zero_grad(self) -> Callable[..., Any]:
+        """The method that clears the gradients."""
+        ...
 
 
 def is_optimizer(value: Any) -> bool:

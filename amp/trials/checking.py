@@ -21,6 +21,7 @@ from amp.diagnosis.shadow import Shadow
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
 from amp.errors import AmpError, AmpTypeError, AmpValueError, AmpWarning
+from amp.profiles.options import OptLevel
 from amp.session import Session
 from amp.trials import hazards
 from amp.trials.replay import Replay
@@ -77,7 +78,7 @@ class Checkup:
 def check(
     model: nn.Module,
     batch: Any,
-    opt_level: Any = None,
+    opt_level: OptLevel | None = None,
     **overrides: Any,
 ) -> Checkup:
     """Report what can go wrong with a model at a level, from forwards on one batch.

@@ -108,7 +108,7 @@ def compare(
     return compare_runs(_InProcess(build, step, num_losses), levels, steps, seed, reference)
 
 
-def check_request(levels: Sequence[str], steps: int, reference: str, seed: int = 0) -> None:
+def check_request(levels: Sequence[Any], steps: int, reference: str, seed: int = 0) -> None:
     """Raise AmpError if a level, `steps`, `reference` or `seed` is not valid."""
     if isinstance(levels, str) or not isinstance(levels, Collection) or not levels:
         raise AmpValueError(f"levels={brief(levels)} is not a list of levels, such as {list(LEVELS)}")

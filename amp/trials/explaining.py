@@ -20,6 +20,7 @@ from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
 from amp.own_tensors import own_tensors
 from amp.profiles.keys import shown
+from amp.profiles.options import OptLevel
 from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.trials.checking import a_forward
@@ -81,7 +82,7 @@ def explain(
     batch: Any,
     op: str | None = None,
     module: str | None = None,
-    opt_level: Any = None,
+    opt_level: OptLevel | None = None,
     **overrides: Any,
 ) -> Explanation:
     """Report the dtypes of each function of torch in a forward, and which rule applies.

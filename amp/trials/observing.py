@@ -42,7 +42,7 @@ class Trial:
         scales: the initial loss scales of each session, in order; empty uses those of the profile.
     """
 
-    level: str
+    level: Any
     steps: int
     seed: int = 0
     in_float64: bool = False
