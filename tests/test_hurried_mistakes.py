@@ -476,21 +476,24 @@ def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) 
     said = []
     for stream, is_quiet in ((Terminal(), False), (Terminal(), True), (io.StringIO(), False)):
         monkeypatch.setattr(sys, "stderr", stream)
-        progress = Progress(is_quiet, 2)
-        for what in ("O0", "O2"):
+        progress = Progress(is_quiet)
+        for what in ("train.py", "O2", "O2"):  # a search for a loss scale runs a level again
             with progress.of_run(what) as tell:
                 tell(1, 3)
                 tell(3, 3)
+            progress.note(1, 2)
         said.append(stream.getvalue())
-    assert "O0, run 1 of 2:  33%|" in said[0]
+    assert said[0].startswith("\rtrain.py, waits for its first step: 0step [")
+    assert "train.py, to step 3:  33%|" in said[0]
+    assert re.search(r"O2, 2 of 2, about \d+ s left:  33%\|", said[0])
     assert "| 1/3 [" in said[0]
-    assert re.search(r"O2, run 2 of 2, about \d+ s left:", said[0]), said[0]
+    assert len(re.findall(r"O2, 2 of 2, about \d+ s left, waits for its first step: ", said[0])) == 2
     assert said[1:] == ["", ""]
     monkeypatch.setitem(sys.modules, "tqdm", None)
     monkeypatch.setattr(sys, "stderr", plain := Terminal())
-    with Progress(False, 2).of_run("O0") as tell:
+    with Progress(False).of_run("train.py") as tell:
         tell(3, 3)
-    assert plain.getvalue() == "O0, run 1 of 2\n"
+    assert plain.getvalue() == "train.py, waits for its first step\n"
 
 
 def test_a_line_is_folded_on_a_terminal_and_yaml_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

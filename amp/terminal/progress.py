@@ -15,36 +15,37 @@ class Progress:
 
     Args:
         is_quiet: whether nothing is shown on a terminal either.
-        runs: how many runs are expected; 0 if that is not known.
     """
 
-    def __init__(self, is_quiet: bool, runs: int = 0) -> None:
+    def __init__(self, is_quiet: bool) -> None:
         self._is_quiet = is_quiet or not sys.stderr.isatty()
-        self._runs, self._made, self._began = runs, 0, time.monotonic()
+        self._began = time.monotonic()
+        self._place = ""
+
+    def note(self, done: int, of: int) -> None:
+        """Say with the next runs that they are for the part after those that are `done`, of all."""
+        left = (time.monotonic() - self._began) / done * (of - done)
+        self._place = f", {done + 1} of {of}, about {left:.0f} s left"
 
     @contextmanager
     def of_run(self, what: str) -> Iterator[Callable[[int, int], None]]:
         """Show a run in the block; yield a function that takes the steps made and their total."""
-        self._made += 1
         if self._is_quiet:
             yield lambda steps, of: None
             return
-        number = f", run {self._made} of {max(self._runs, self._made)}" if self._runs else ""
-        left = ""
-        if 1 < self._made <= self._runs:
-            each = (time.monotonic() - self._began) / (self._made - 1)
-            left = f", about {each * (self._runs - self._made + 1):.0f} s left"
-        title = f"{what}{number}{left}"
+        waiting = f"{what}{self._place}, waits for its first step"
         try:
             from tqdm import tqdm
         except ImportError:
-            print(title, file=sys.stderr)
+            print(waiting, file=sys.stderr)
             yield lambda steps, of: None
             return
-        with tqdm(desc=title, unit="step", leave=False, ncols=80, mininterval=0) as bar:
+        with tqdm(desc=waiting, unit="step", leave=False, ncols=80, mininterval=0) as bar:
 
             def tell(steps: int, of: int) -> None:
                 bar.total = of
+                place = self._place or f", to step {of}"
+                bar.set_description_str(f"{what}{place}", refresh=False)
                 bar.update(steps - bar.n)
 
             yield tell

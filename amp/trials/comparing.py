@@ -201,26 +201,31 @@ def compare_runs(
     seed: int = 0,
     reference: str = "fp64",
     rows_before: Callable[[], Sequence[str]] = tuple,
+    note_progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Comparison:
     """Compare levels, with a function that makes a run; see `compare`.
 
     `rows_before` returns what to run before the levels, and is asked after the first run.
+    `note_progress` is called from then on with how many of O0, the reference and the rows are done, and
+    with how many there are.
     """
     check_request(levels, steps, reference, seed)
     base = Trial("O0", steps, seed)
     floor = run(base)
     if not floor.losses:
         raise AmpRuntimeError("the run made no step after a loss that was scaled: use amp.scale_loss")
+    rows = [row for row in dict.fromkeys([*rows_before(), *levels]) if row != "O0"]
+    note_progress(1, 2 + len(rows))
     basis = _basis(run, base, floor, reference)
     results = [_judged("O0", basis.floor, basis)]
-    for level in dict.fromkeys([*rows_before(), *levels]):
-        if level != "O0":
-            try:
-                record, searched = _settled(run, replace(base, level=level))
-            except Exception as error:  # the script fails at this level: that is a result
-                results.append(LevelResult(level, (Problem("not_run", f"not run: {_short(error)}"),)))
-            else:
-                results.append(_judged(level, record, basis, results[0].still, searched))
+    for done, level in enumerate(rows, 2):
+        note_progress(done, 2 + len(rows))
+        try:
+            record, searched = _settled(run, replace(base, level=level))
+        except Exception as error:  # the script fails at this level: that is a result
+            results.append(LevelResult(level, (Problem("not_run", f"not run: {_short(error)}"),)))
+        else:
+            results.append(_judged(level, record, basis, results[0].still, searched))
     made, notes = len(floor.skipped), list(basis.notes)
     if made < steps:
         note = f"the run ended after {made} of {steps} steps: nothing is known of its last gradients"

@@ -61,9 +61,9 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
     check_request(levels, arguments.steps, arguments.reference, arguments.seed)
     if arguments.out:
         check_output(Path(arguments.out), ".html")
-    script = Script(what, Progress(arguments.json, len({*levels, "O0"}) + 1))
+    script = Script(what, progress := Progress(arguments.json))
     chosen = levels, arguments.steps, arguments.seed, arguments.reference
-    found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected)
+    found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected, progress.note)
     found = replace(found, notes=(*found.notes, *script.notes))
     found.print_to(printer)
     if arguments.out:

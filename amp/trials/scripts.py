@@ -112,7 +112,8 @@ class Script:
         return raised
 
     def _seen(self, job: dict[str, Any]) -> dict[str, Any]:
-        what = "FP64" if job["options"].get("in_float64") else job["level"] or "the script"
+        name = self._arguments[1] if self._arguments[0] == "-m" else Path(self._arguments[0]).name
+        what = "FP64" if job["options"].get("in_float64") else job["level"] or name
         with self._progress.of_run(what) as tell:
             return _seen(job, tell)
 

@@ -824,15 +824,17 @@ def test_the_exit_status_says_whether_all_is_well(
     assert ("O2: the gradient of a is off by 200 %" in shown) == (status == 1)
 
 
-def test_a_level_that_is_given_twice_is_run_once() -> None:
+def test_a_level_that_is_given_twice_is_run_and_counted_once() -> None:
     runs: list[str] = []
+    told: list[tuple[int, int]] = []
 
     def noted(trial: Trial) -> Record:
         runs.append(trial.level)
         return planted(trial)
 
-    compare_runs(noted, ["O5", "O0", "O5"], 1)
+    compare_runs(noted, ["O5", "O0", "O5"], 1, note_progress=lambda *place: told.append(place))
     assert runs == ["O0", "O0", "O5"]  # FP32, FP64
+    assert told == [(1, 3), (2, 3)]
 
 
 def test_help_has_examples(capsys: Any) -> None:
