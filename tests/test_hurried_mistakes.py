@@ -535,6 +535,10 @@ def test_nothing_is_wider_than_a_terminal(monkeypatch: pytest.MonkeyPatch, comma
     lines = [line for line in shown.getvalue().splitlines() if "{" not in line]
     assert len(lines) > 1
     assert max(map(len, lines)) <= 80, max(lines, key=len)
+    if command.startswith(("levels", "memory", "ranges")) and "--help" not in command:
+        monkeypatch.setattr(sys, "stdout", piped := io.StringIO())
+        main(command.split())
+        assert piped.getvalue() == shown.getvalue()
 
 
 @pytest.mark.slow

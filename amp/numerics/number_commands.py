@@ -141,13 +141,14 @@ def _ranges(arguments: argparse.Namespace, printer: Printer) -> Any:
         row = {"format": f.name} | {name: getattr(f, name) for name in names}
         rows.append(row | {"decimal_digits": round(f.decimal_digits, 2), "overflow": f.overflow})
     header = ("format", *(name.replace("_", " ") for name in names), "digits", "above")
-    printer.table(header, [tuple(row.values()) for row in rows])
+    exact = [row | {"max": f"{row['max']:.5g}"} for row in rows]  # 65504
+    printer.table(header, [tuple(row.values()) for row in exact], widest=WIDTH)
     printer.line()
     for f in FORMATS.values():
         low, high = round(math.log2(f.min_subnormal)), f.max_exponent
-        start, length = (low + 150) // 4, max((high - low) // 4, 1)
+        start, length = (low + 150) // 5, max((high - low) // 5, 1)
         printer.line(f"{f.name:16} {' ' * start}{printer.block * length}")
-    printer.line(f"{'':16} 2**-149{'':22}1 = 2**0{'':25}2**127")
+    printer.line(f"{'':16} 2**-149{'1 = 2**0':>23}{'2**127':>25}")
     return rows
 
 
@@ -403,10 +404,13 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
     header += [] if limit is None else ["fits"]
     unit, of = unit_of(most := max(row.footprint.total for row in found))
     digits = 1 if most >= 100 * of else 2
-    data, rows = [], []
+    data, rows, above = [], [], ""
     for levels, optimizer, footprint in found:
         sizes_of = [f"{getattr(footprint, x) / of:,.{digits}f}" for x in (*terms, "total")]
-        row = [", ".join(levels), optimizer, *sizes_of]
+        name, *kept = optimizer.split(", ")
+        kept = [_SHORT.get(word, word) for word in kept]
+        way = f"+ {', '.join(kept)}" if kept and name == above else ", ".join([name, *kept])
+        row, above = [" ".join(levels), way, *sizes_of], name
         for level in levels:
             entry = dataclasses.asdict(footprint) | {"opt_level": level, "total": footprint.total}
             if limit is not None:
@@ -414,7 +418,7 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
             data.append(entry)
         rows.append(row if limit is None else [*row, "fits" if footprint.total <= limit else "-"])
     printer.line(f"{params:,.0f} parameters, {arguments.optimizer}, {unit} of one process")
-    printer.table(header, rows)
+    printer.table(header, rows, widest=WIDTH)
     printer.line()
     has_activations = any(options.get(name) for name in ("activations", "linear_inputs"))
     if model is not None:
@@ -443,8 +447,10 @@ _SHORT = {
     "gradients": "grads",
     "activations": "kept",
     "transient": "peak",
+    "BF16 moments": "bfloat16",
+    "packed moments": "packed16",
 }
-"""Heads of the table of `memory`: kept for backward, and for a moment."""
+"""What the table of `memory` calls terms, those that are kept for backward and for a moment, and ways."""
 
 
 @command("crises")

@@ -49,20 +49,27 @@ class Printer:
         """Return a text in red, if there are colours."""
         return f"{_RED}{text}{_OFF}" if self.colours and text.strip() else text
 
-    def table(self, header: Sequence[str], rows: Iterable[Sequence[Any]], alarming: int = -1) -> None:
+    def table(
+        self,
+        header: Sequence[str],
+        rows: Iterable[Sequence[Any]],
+        alarming: int = -1,
+        widest: int = sys.maxsize,
+    ) -> None:
         """Write rows under a header, numbers right-aligned, and the column `alarming` in red.
 
-        A table that is wider than the terminal has heads and texts in several lines.
+        A table that is wider than the terminal, or than `widest`, has fewer digits, less space between
+        columns, heads in several lines, or at last texts in several lines.
         """
-        given = list(rows)
+        given, room = list(rows), min(self.width, widest)
         for digits in (9, 6, 4, 3):  # as many as there is room for
             cells = [[_shown(cell, digits) for cell in row] for row in given]
             columns = list(zip(*cells, strict=True)) or [()] * len(header)
             right = [all(_is_numeric(cell) for cell in column) for column in columns]
-            widths = self._widths(header, columns, right)
-            if sum(widths) + 2 * (len(widths) - 1) <= self.width:
+            widths = _widths(header, columns, right, room)
+            if sum(widths) + 2 * (len(widths) - 1) <= room:
                 break
-        gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= self.width else " "
+        gap = "  " if sum(widths) + 2 * (len(widths) - 1) <= room else " "
 
         def put(row: Sequence[str], is_head: bool = False) -> None:
             folded = [textwrap.wrap(x, width) or [""] for x, width in zip(row, widths, strict=True)]
@@ -80,28 +87,29 @@ class Printer:
         for row in cells:
             put(row)
 
-    def _widths(
-        self, header: Sequence[str], columns: Sequence[Sequence[str]], right: Sequence[bool]
-    ) -> list[int]:
-        """Return the widths of columns: heads, and then the longest texts, are folded if need be."""
-        held = [max(map(len, column), default=0) for column in columns]
-        widths = [max(len(title), 1, width) for title, width in zip(header, held, strict=True)]
-        room = self.width - 2 * (len(widths) - 1)
-        if sum(widths) > room:
-            words = [max(map(len, title.split()), default=0) for title in header]
-            widths = [max(word, 1, width) for word, width in zip(words, held, strict=True)]
-        while sum(widths) > room:
-            texts = [(width, i) for i, width in enumerate(widths) if not right[i] and width > _LEAST]
-            if not texts:
-                break
-            width, i = max(texts)
-            widths[i] = max(_LEAST, width - (sum(widths) - room))
-        return widths
-
     def bar(self, fraction: float, width: int = 40) -> str:
         """Return a bar of `fraction` of a width; at least one character above 0."""
         cells = round(min(max(fraction, 0.0), 1.0) * width)
         return self.block * max(cells, 1 if fraction > 0 else 0)
+
+
+def _widths(
+    header: Sequence[str], columns: Sequence[Sequence[str]], right: Sequence[bool], room: int
+) -> list[int]:
+    """Return the widths of columns in so much room: of heads, and then of texts, that are folded."""
+    held = [max(map(len, column), default=0) for column in columns]
+    widths = [max(len(title), 1, width) for title, width in zip(header, held, strict=True)]
+    gaps = len(widths) - 1
+    if sum(widths) + 2 * gaps > room:
+        words = [max(map(len, title.split()), default=0) for title in header]
+        widths = [max(word, 1, width) for word, width in zip(words, held, strict=True)]
+    while sum(widths) + gaps > room:
+        texts = [(width, i) for i, width in enumerate(widths) if not right[i] and width > _LEAST]
+        if not texts:
+            break
+        width, i = max(texts)
+        widths[i] = max(_LEAST, width - (sum(widths) + gaps - room))
+    return widths
 
 
 def _shown(cell: Any, digits: int) -> str:
