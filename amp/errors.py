@@ -94,6 +94,13 @@ def did_you_mean(word: str, candidates: Iterable[str], cutoff: float = 0.6) -> s
     return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
+def beginning_with(word: str, candidates: Iterable[str]) -> str:
+    """Return `"; did you mean 'x' or 'y'?"` for those with a part that begins with a word, or ""."""
+    stem = word.lower().removesuffix("s")
+    found = [f"'{x}'" for x in candidates if any(part.startswith(stem) for part in x.split("_"))]
+    return f"; did you mean {' or '.join(found)}?" if found and len(stem) > 3 else ""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory has run out, which is torch's RuntimeError on some devices."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":

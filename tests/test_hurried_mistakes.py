@@ -785,6 +785,15 @@ def test_a_loss_in_the_block_of_another_session() -> None:
         ("keep_bn_fp32: true", "; did you mean 'keep_batchnorm_fp32'?"),
         ("precision: bf16", "; extends says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16"),
         ("rules: [{module: 0, cast: float32}]", ":2: module=0 is not a name or a glob; write it in"),
+        ("rules: [{layer: x, cast: float32}]", "optional; did you mean 'module'?"),
+        ("grow: 3", "; did you mean 'growth_factor' or 'growth_interval', under loss_scale?"),
+        ("loss_scale: {grow: 3}", "patience; did you mean 'growth_factor' or 'growth_interval'?"),
+        ("loss_scale: {init: 2**16}", ":2: init='2**16' is not a number; write 65536"),
+        ("loss_scale: 2^10", ":2: loss_scale='2^10' is not a number; write 1024; allowed: 'dynamic'"),
+        ("norms: fp32", "; did you mean 'keep_norm_fp32'?"),
+        ("level: O5", ":2: there is no property 'level'; did you mean 'extends'?"),
+        ("fp8: true", "; did you mean 'current', the recipe of O6 and O7?"),
+        ("fp8: on", ":2: fp8='on' is a str; allowed: one of current, delayed, rowwise"),
     ],
 )
 def test_what_is_said_of_a_profile(tmp_path: Path, lines: str, text: str) -> None:

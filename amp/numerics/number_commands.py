@@ -450,7 +450,7 @@ _SHORT = {
     "BF16 moments": "bfloat16",
     "packed moments": "packed16",
 }
-"""What the table of `memory` calls terms, those that are kept for backward and for a moment, and ways."""
+"""Words of the table of `memory`: `kept` is kept for backward, and `peak` for a moment."""
 
 
 @command("crises")

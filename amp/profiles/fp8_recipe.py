@@ -272,14 +272,16 @@ def _parsed(name: str, value: object) -> Fp8Recipe | None:
         return None
     if isinstance(value, Fp8Recipe):
         return value
-    if name == "fp4" and value is True:
+    is_on = value is True or word in ("true", "yes", "on")
+    if name == "fp4" and is_on:
         return Fp8Recipe(recipe="nvfp4")
     recipes = ", ".join(RECIPES)
     if isinstance(value, Mapping):
         own: dict[str, Any] = {"recipe": "nvfp4"} if name == "fp4" else {}
         return Fp8Recipe(**own | keys.fields_of(name, _with_skip(name, value), _fields)[0])
-    if not isinstance(value, str):
-        raise wrong_type(name, value, f"allowed: one of {recipes}, a mapping, or none")
+    if is_on or not isinstance(value, str):
+        hint = "; did you mean 'current', the recipe of O6 and O7?" if is_on else ""
+        raise wrong_type(name, value, f"allowed: one of {recipes}, a mapping, or none{hint}")
     if word in ("hybrid", "e4m3"):
         return Fp8Recipe(format=word)  # type: ignore[arg-type]
     if word in (*RECIPES, *_ALIASES):

@@ -6,6 +6,7 @@ overrides, the parsing of values and the error messages come from there.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, SupportsFloat
@@ -13,7 +14,15 @@ from typing import Any, SupportsFloat
 import torch
 
 from amp.dtypes import DTYPES, dtype_name
-from amp.errors import AmpError, AmpTypeError, AmpValueError, brief, did_you_mean, name_of
+from amp.errors import (
+    AmpError,
+    AmpTypeError,
+    AmpValueError,
+    beginning_with,
+    brief,
+    did_you_mean,
+    name_of,
+)
 
 Parser = Callable[[str, Any], Any]
 """Returns the field's value, from the key's name and a value. Raises an AmpError that names the key."""
@@ -66,7 +75,7 @@ def find_key(
     """
     spelled = {spelling: key for key in keys.values() for spelling in (key.name, *key.aliases)}
     if name not in spelled:
-        hint = hint_at(name_of(name), [*others, *spelled])
+        hint = hint_at(name_of(name), [*others, *spelled]) or beginning_with(name_of(name), keys)
         raise AmpTypeError(f"{what} {brief(name)}; allowed: {', '.join([*others, *keys])}{hint}")
     return spelled[name]
 
@@ -198,7 +207,9 @@ def parse_number(name: str, value: object) -> float:
             pass
         except OverflowError:  # an integer beyond the range of float
             return math.inf
-    raise AmpValueError(f"{name}={brief(value)} is not a number")
+    power = re.fullmatch(r"(2|10) *(?:\*\*|\^) *(-?\d\d?)", value if isinstance(value, str) else "")
+    hint = f"; write {float(power[1]) ** int(power[2]):.15g}" if power else ""
+    raise AmpValueError(f"{name}={brief(value)} is not a number{hint}")
 
 
 def parse_positive(name: str, value: object) -> float:

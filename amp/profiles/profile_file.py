@@ -100,8 +100,8 @@ def _field(name: str, value: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, (list, dict)):
             raise wrong_type(name, value, "give a line of text")
         return {name: str(value)}
-    if name == "opt_level":
-        raise AmpTypeError("there is no property 'opt_level'; did you mean 'extends'?")
+    if name in ("opt_level", "level"):
+        raise AmpTypeError(f"there is no property '{name}'; did you mean 'extends'?")
     key = find_key(name, PROPERTY_KEYS, "there is no property", ("extends", "brief"), hint_at)
     check_once(key, values)
     return {key.field: key.parse(key.name, value)}

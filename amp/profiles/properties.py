@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, brief
+from amp.errors import AmpAssertionError, AmpTypeError, AmpValueError, beginning_with, brief
 from amp.other_names import hint_at_keyword
 from amp.profiles.fp8_recipe import Fp8Recipe, parse_fp8
 from amp.profiles.keys import Key, OneOf, key, keys_of, parse_globs, shown
@@ -164,7 +164,10 @@ def hint_at(name: str, takes: Iterable[str]) -> str:
     if any(name in (key.name, *key.aliases) for key in SCALING_KEYS.values()):
         return f"; it belongs under loss_scale, which takes a mapping such as {{'{name}': ...}}"
     takes = list(takes)
-    return hint_at_keyword(name, takes, "extends" if "extends" in takes else "opt_level")
+    hint = hint_at_keyword(name, takes, "extends" if "extends" in takes else "opt_level")
+    if not hint and (meant := beginning_with(name, SCALING_KEYS)):
+        hint = f"{meant.removesuffix('?')}, under loss_scale?"
+    return hint
 
 
 def check_once(key: Key, given: Mapping[str, Any]) -> None:

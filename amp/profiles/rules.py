@@ -8,7 +8,7 @@ rules:
   - {tensor: "*.running_count", cast: float32}
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from amp.errors import AmpTypeError, AmpValueError, brief
+from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
 from amp.profiles.keys import Key, OneOf, find_key, parse_glob, shown, wrong_type
 
 Kind = Literal["op", "module", "tensor"]
@@ -110,6 +110,19 @@ def _parse(item: Any, source: str) -> Rule:
         raise type(error)(f"{source}: {error}") from None
 
 
+_MEANT = {
+    **dict.fromkeys(("dtype", "precision", "type", "to"), "cast"),
+    **dict.fromkeys(("layer", "layers", "class", "name"), "module"),
+    **dict.fromkeys(("parameter", "param", "buffer", "weight"), "tensor"),
+    **dict.fromkeys(("function", "func", "fn"), "op"),
+}
+"""What to write for a key of another name."""
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    return f"; did you mean '{_MEANT[name]}'?" if name in _MEANT else did_you_mean(name, known)
+
+
 def _from_mapping(item: Any, source: str) -> Rule:
     if not isinstance(item, Mapping):
         raise AmpTypeError(
@@ -117,7 +130,7 @@ def _from_mapping(item: Any, source: str) -> Rule:
             "{op: torch.nn.functional.softmax, cast: float32}"
         )
     for key in item:
-        find_key(key, _KEYS, "a rule has no key")
+        find_key(key, _KEYS, "a rule has no key", hint_at=_hint)
     kinds = [kind for kind in get_args(Kind) if item.get(kind) is not None]
     if len(kinds) != 1 or "cast" not in item:
         raise AmpValueError(
