@@ -148,7 +148,8 @@ def ruined_by_cast(x: Tensor, dtype: torch.dtype) -> str:
         if -torch.inf < low < -torch.finfo(dtype).max:
             return f"{low:g}, which becomes -inf: a row that is masked entirely gives NaN"
         is_large = limit < largest <= EXACT_IN_FP32
-        if is_large and bool((x == x.round()).all() and (x != cast).any()):
+        changed = (x != cast) & (x != -largest)  # which may be the -10000 of a mask
+        if is_large and bool((x == x.round()).all() and changed.any()):
             return f"integers up to {largest:g}, and {dtype_name(dtype)} rounds those above {limit}"
     return ""
 

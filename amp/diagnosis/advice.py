@@ -12,6 +12,7 @@ from amp import active
 from amp.casting.policy import load_policy
 from amp.diagnosis.findings import rule_for, short_path, without_number
 from amp.diagnosis.places import Place
+from amp.dtypes import dtype_name
 from amp.profiles.properties import Properties
 
 SMALLER = "Make its inputs smaller, as by subtracting their maximum: FP32 does not hold it either."
@@ -29,6 +30,10 @@ IN_ONE_CALL = {
     ("_linalg_det", "log"): "torch.linalg.slogdet",
 }
 """What computes two ops in one call, of which the first loses what the second needs."""
+UNMASK = (
+    "Do not mask whole rows, or set these rows to 0 afterwards; subtract the maximum before an\n"
+    "exponential."
+)
 EARLIER = (
     "An earlier step has ruined it: look at the steps before, as by reamp doctor --at 1,2,3. Running\n"
     "statistics belong in float32, and .half() and .bfloat16() cast them too."
@@ -67,6 +72,15 @@ def keep_buffers(names: Iterable[str], has_amp: bool) -> str:
     what = "its module" if rules else "it"
     rules = rules or dict.fromkeys(rule_for(name, "tensor") for name in names)
     return f"Keep {what} in FP32, since masters are of weights alone:\nrules: [{', '.join(rules)}]"
+
+
+def filled(dtype: torch.dtype) -> str:
+    """Return how to mask without an -inf."""
+    least = f"torch.finfo(torch.{dtype_name(dtype)}).min"
+    return (
+        "Give a mask of bools, and fill in the least number of the format in the place of -inf, as by\n"
+        f"scores.masked_fill(mask, {least}): tried in FP64, the result is finite."
+    )
 
 
 def properties_of(models: Iterable[nn.Module]) -> Properties | None:

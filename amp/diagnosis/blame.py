@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.records import MOVES, Op, ancestors
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import CANNOT_RUN, as_real, difference, has_twin
+from amp.diagnosis.twins import CANNOT_RUN, as_real, difference, has_twin, is_finite
 
 LONGEST = 64
 """How many ops a walk passes at most."""
@@ -68,6 +69,11 @@ def lost_before(shadow: Shadow, op: Op, known: Iterable[Loss] = ()) -> Loss | No
             return None
         at = made
     return None
+
+
+def is_finite_if_filled(shadow: Shadow, op: Op) -> bool:
+    """Whether a result is finite if what a mask sets to -inf is the least number of its format."""
+    return _Walk(shadow, op).is_finite_if_filled()
 
 
 _Version = tuple[int, int]
@@ -130,23 +136,40 @@ class _Walk:
         """Return how far the result is off if a value is replaced where it is read; inf for NaN."""
         if torch.equal(replaced, value.exact):
             return 0.0
-        changed = {_version(value): [(as_real(value.exact), as_real(replaced))]}
-        found: list[Tensor] = []
-        try:
-            for op, read in self._before:
-                if op.number > value.made and not changed.keys().isdisjoint(read):
-                    found = results_from(op, lambda x: _overlaid(x.exact, changed.get(_version(x), [])))
-                    for (key, placed), y in zip(op.outputs, found, strict=True):
-                        earlier = [part for at in read if at[0] == key for part in changed.get(at, [])]
-                        changed[key, op.number] = [*earlier, (placed, as_real(y))]
-        except CANNOT_RUN:
-            return 0.0
-        if all(made != self._op.number for _, made in changed):
-            return 0.0
-        pairs = list(zip(found, self._exact, strict=True))
+        pairs = list(zip(self._with([(value, replaced)]), self._exact, strict=False))
         if any(bool((~x.isfinite() & y.isfinite()).any()) for x, y in pairs):
             return math.inf
         return max((difference(x, y) for x, y in pairs), default=0.0)
+
+    def is_finite_if_filled(self) -> bool:
+        """Whether the result is finite with the least number of the format in the place of an -inf."""
+        read = [x for op, _ in self._before for x in inputs_of(op) if not op.bad.is_minus_inf]
+        is_masked = [(x, x.real == -math.inf) for x in read]
+        filled = [
+            (x, torch.where(at, torch.finfo(x.real.dtype).min, x.exact))
+            for x, at in is_masked
+            if bool(at.any())
+        ]
+        found = self._with(filled)
+        return bool(found) and all(map(is_finite, found))
+
+    def _with(self, replaced: Iterable[tuple[Value, Tensor]]) -> list[Tensor]:
+        """Return the result with other values in the place of some; none if it does not read them."""
+        changed = defaultdict[_Version, list[tuple[Tensor, Tensor]]](list)
+        for value, other in replaced:
+            changed[_version(value)].append((as_real(value.exact), as_real(other)))
+        first, found = min((made for _, made in changed), default=0), list[Tensor]()
+        try:
+            for op, read in self._before:
+                if op.number > first and not changed.keys().isdisjoint(read):
+                    found = results_from(op, lambda x: _overlaid(x.exact, changed.get(_version(x), [])))
+                    for (key, placed), y in zip(op.outputs, found, strict=True):
+                        earlier = [part for at in read if at[0] == key for part in changed.get(at, [])]
+                        if (key, op.number) not in changed:
+                            changed[key, op.number] = [*earlier, (placed, as_real(y))]
+        except CANNOT_RUN:
+            return []
+        return found if any(made == self._op.number for _, made in changed) else []
 
 
 def _overlaid(exact: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:

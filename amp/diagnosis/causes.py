@@ -22,7 +22,7 @@ import torch
 from amp.casting.cast_hooks import can_ruin, ruined_by_cast
 from amp.casting.fp4_noise import ENOUGH
 from amp.diagnosis import advice
-from amp.diagnosis.blame import Loss, classified, lost_before
+from amp.diagnosis.blame import Loss, classified, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.memories import inputs_of
@@ -30,7 +30,6 @@ from amp.diagnosis.penalties import not_scaled, takes_scaled
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import CASTS, Op, ancestors, origin
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import has_twin
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.profiles.properties import excepting
 
@@ -69,8 +68,8 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         more = _of_sources(shadow) or _absorbed(shadow, is_forward) or _far_off(shadow, is_forward)
         found = [*more, *found]
     explained = {(x.cause, x.line, x.op) for _, x in found}
-    lossy = [x for x in shadow.lost.casts if not x.is_mask or reached or shadow.gradients.bad_loss]
-    distinct = {(x.is_mask, x.argument, x.op.place): x for x in reversed(lossy)}.values()
+    lossy = [x for x in shadow.lost.casts if not x.is_mask]
+    distinct = {(x.argument, x.op.place): x for x in reversed(lossy)}.values()
     casts = [(cast.op.number, _of_cast(shadow, cast)) for cast in list(distinct)[:3]]
     found += [(at, x) for at, x in casts if (x.cause, x.line, x.op) not in explained]
     for name, place in list(shadow.gradients.in_place.items())[:1]:
@@ -134,7 +133,12 @@ def _causes(shadow: Shadow) -> list[Op]:
     """Return the ops that made the gradients inf or NaN, the earliest first."""
     starts = (shadow.gradients.bad_loss, *shadow.gradients.bad.values(), *shadow.bad_weights.values())
     bad = ancestors(shadow.ops, starts, only_bad=True)
-    roots = [op for op in bad if not op.bad.parents and not (op.is_constant and op.bad.is_minus_inf)]
+    roots = [op for op in bad if (op.is_root or not op.bad.parents) and not op.is_masking]
+    nan = [op.number for op in bad if op.bad.has_nan][:1]
+    masks = [cast.op for cast in shadow.lost.casts if cast.is_mask]
+    if roots and roots[0] in masks:  # which may leave each row something
+        behind = ancestors(shadow.ops, nan, only_bad=True)
+        roots = [op for op in behind if op in roots and op not in masks] or roots
     if roots and roots[0].is_constant:  # as in the FP8 scale of a batch that is not finite
         before = (op for op in shadow.ops.values() if op.number < roots[0].number)
         given = [op for op in before if op.bad.sources and not op.bad.is_minus_inf]
@@ -142,7 +146,7 @@ def _causes(shadow: Shadow) -> list[Op]:
     if any(op.is_collective for op in roots):  # it is another rank's
         return [op for op in roots if not op.is_collective]
     of_masks = [op for op in bad if shadow.gradients.bad_loss and _reduces(op)]  # as a mean over them
-    return roots or [op for op in bad if op.bad.has_nan][:1] or of_masks[:1]
+    return roots or [shadow.ops[x] for x in nan] or of_masks[:1]
 
 
 def _reduces(op: Op) -> bool:
@@ -153,21 +157,21 @@ def _reduces(op: Op) -> bool:
 
 def _explain(shadow: Shadow, op: Op) -> Finding:
     """Return the finding of an op whose result is not finite."""
-    if op.bad.sources:
+    if op.bad.sources and not (op.is_root and op.bad.is_wrong):
         return _of_source(shadow, op)
     assert op.gives is not None
     for cast in shadow.lost.casts if op.aten in CASTS else ():
         if cast.op is op and cast.is_mask:
             return _of_cast(shadow, cast)
     is_nan_of_inf = op.bad.has_nan and bool(op.bad.parents)
-    if not has_twin(op.func) and not is_nan_of_inf:
+    if not op.has_twin and not is_nan_of_inf:
         what = (
             f"the result has {'a NaN' if op.bad.has_nan else 'an inf'}, and the op cannot run in FP64"
         )
         return _finding(op, "range", what, advice.keep_wide(op.place, shadow.properties, op.gives))
-    if op.bad.rows_of_minus_inf or is_nan_of_inf or op.bad.is_exact:
+    if not op.bad.is_wrong:
         return _of_mathematics(shadow, op)
-    if op.bad.value is None or not torch.finfo(op.gives).max < op.bad.value < math.inf:
+    if not op.is_too_large:
         loss = lost_before(shadow, op)
         small = [x for x in shadow.lost.scalars if not x.is_large]
         lost = [x for x in small if x.place.module == op.place.module]
@@ -191,13 +195,11 @@ def _in_one_call(shadow: Shadow, op: Op) -> str:
 
 
 def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
-    unmask = "Do not mask whole rows, or set these rows to 0 afterwards"
-    if op.bad.rows_of_minus_inf:
-        what = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0 in any precision"
-        todo = f"{unmask}. No rule cures it."
-    elif op.bad.has_nan and op.bad.parents:
-        what = "it is inf - inf or 0 times inf, in FP64 too"
-        todo = f"{unmask}; subtract the maximum before an exponential. No rule cures it."
+    if op.bad.has_nan and op.bad.parents:
+        of_row = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0"
+        what = of_row if op.bad.rows_of_minus_inf else "it is inf - inf or 0 times inf"
+        what += ", in FP64 too" if op.has_twin else ""
+        todo = _unmasked(shadow, op)
     elif op.bad.parents:
         what = "it takes an -inf that was written, as by a mask, and the loss is not finite"
         todo = "Leave what is masked out of means, sums and labels. No precision cures it."
@@ -210,6 +212,20 @@ def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
     if one_call := _in_one_call(shadow, op):
         todo = f"{one_call} Or:\n{todo}"
     return _finding(op, "mathematics", what, todo)
+
+
+def _unmasked(shadow: Shadow, nan: Op) -> str:
+    """Return how to mask so that NaN does not come of it."""
+    bad = ancestors(shadow.ops, [nan.number], only_bad=True)
+    dtypes = [op.gives for op in bad if op.bad.is_minus_inf and op.gives is not None]
+    if not dtypes or not is_finite_if_filled(shadow, nan):
+        return advice.UNMASK
+    return advice.filled(min(dtypes, key=lambda dtype: torch.finfo(dtype).max))
+
+
+def _first_nan(shadow: Shadow, op: Op) -> Op:
+    """Return the first op with a NaN after one, or the same if there is none."""
+    return next((x for x in shadow.ops.values() if x.bad.has_nan and x.number > op.number), op)
 
 
 def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
@@ -255,6 +271,8 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
         todo = advice.keep_wide(op.place, shadow.properties, op.gives)
     if is_scaled:
         todo = f"Make the loss or its scale smaller: a mean instead of a sum. Or:\n{todo}"
+    if "add" in op.aten and any(bool((x.exact < -limit / 2).any()) for x in inputs_of(op)):
+        todo = f"{_unmasked(shadow, _first_nan(shadow, op))} Or:\n{todo}"  # the sum of two masks
     return _finding(op, "range", f"{subject} {shown}; {ends}", todo)
 
 
@@ -454,7 +472,7 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
 def _of_sources(shadow: Shadow) -> list[tuple[int, Finding]]:
     """Return a finding for a weight or buffer that is not finite, if no gradient shows it."""
     for op in shadow.ops.values():
-        if any(x.owned.kind in ("weight", "buffer") for x in op.bad.sources):
+        if any(x.owned.kind in ("weight", "buffer") and not x.is_mask for x in op.bad.sources):
             one, name = _of_source(shadow, op), op.bad.sources[0].owned.name
             if not one.module:  # it was read outside of any, as when buffers are protected
                 one = replace(one, op="", file="", line=0, module=name.rpartition(".")[0])
@@ -485,9 +503,7 @@ def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:
     dtype = dtype_name(op.gives)
     if cast.is_mask:
         what = f"{name} was cast to {dtype}, and {cast.before:g} became -inf"
-        todo = (
-            f"Give a mask of bools, or {dtype}'s own smallest number, torch.finfo(torch.{dtype}).min."
-        )
+        todo = _unmasked(shadow, _first_nan(shadow, op))
     else:
         became = f"{exact(cast.before)} became {exact(cast.after)}"
         what = f"{name} holds integers up to {exact(cast.largest)}, which {dtype} rounds: {became}"

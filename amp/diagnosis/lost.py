@@ -156,7 +156,7 @@ class Lost:
         if most > torch.finfo(y.dtype).max and bool((y[y.isinf()] < 0).all()):
             self.casts.append(LossyCast(op, name, most, -most, -math.inf))
         elif EXACT_INTEGERS[y.dtype] < most <= EXACT_IN_FP32 and bool((x == x.round()).all()):
-            changed = (y.to(x.dtype) != x) & y.isfinite()
+            changed = (y.to(x.dtype) != x) & y.isfinite() & (x != -most)  # as -10000 of a mask
             if bool(changed.any()):
                 numbers = most, x[changed][-1].item(), y[changed][-1].item()
                 self.casts.append(LossyCast(op, name, *numbers))

@@ -204,17 +204,27 @@ def results_from(op: Op, of: Callable[..., Tensor]) -> list[Tensor]:
     return [*written, *fresh_in(result, written)]
 
 
-def largest_from_inputs(op: Op) -> float | None:
+def largest_from_inputs(op: Op, wrong: list[Tensor]) -> float | None:
     """Return the largest magnitude of an op's results in FP64 from its own inputs.
 
+    Args:
+        op: the op.
+        wrong: which elements of its results count; if none do, all count.
+
     Returns:
-        The magnitude; inf or NaN if the result is not finite in FP64 either. None for an op that cannot
-        be run again.
+        The magnitude; inf or NaN if the result is not finite in FP64 either, and none that is too large
+        for the op's format is. None for an op that cannot be run again.
     """
     try:
         results = results_from(op, lambda x: x.real.to(x.exact.dtype)) if has_twin(op.func) else []
     except CANNOT_RUN:
         return None
+    if op.bad.is_wrong:
+        results = [y[at] for y, at in zip(results, wrong, strict=True)]
+        results = [y for y in results if y.numel()]
+        most = max([largest(torch.where(y.isfinite(), y, 0.0)) for y in results], default=0.0)
+        if op.gives is not None and most > torch.finfo(op.gives).max:
+            return most
     return max(map(largest, results), key=lambda x: (math.isnan(x), x), default=None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -53,11 +54,13 @@ class Source(NamedTuple):
         at: the index of its first element that is not finite.
         value: for a weight with a finite FP32 master, or a buffer that was finite before a cast, the
             largest magnitude there.
+        is_mask: whether it has -inf and one finite number, or is a buffer with -inf.
     """
 
     owned: Owned
     at: tuple[int, ...]
     value: float | None = None
+    is_mask: bool = False
 
 
 class Gradient(NamedTuple):
@@ -85,9 +88,10 @@ class NotFinite:
     Attributes:
         parents: the numbers of those ops whose results, which it took, were inf or NaN.
         sources: inputs that were inf or NaN before the step.
-        is_exact: whether the result's twin has an inf or NaN too.
-        value: the largest magnitude of the result in FP64 from the op's own inputs; None if that is
-            not known.
+        is_wrong: whether an element of the result that is inf or NaN is finite in its twin.
+        inherits: whether the same is true of an input.
+        value: the largest magnitude of these elements, or of all if there are none, in FP64 from the
+            op's own inputs; None if that is not known.
         has_nan: whether there is a NaN in the result.
         rows_of_minus_inf: for a softmax, whether all of a row of its input is -inf.
         is_minus_inf: whether all non-finite results are -inf.
@@ -95,7 +99,8 @@ class NotFinite:
 
     parents: list[int] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
-    is_exact: bool = False
+    is_wrong: bool = False
+    inherits: bool = False
     value: float | None = None
     has_nan: bool = False
     rows_of_minus_inf: bool = False
@@ -121,6 +126,7 @@ class Op:
         parents: the numbers of the ops that made its floating inputs.
         error: how far its result is off, relative to its norm.
         largest: the largest magnitude of its twin.
+        has_twin: whether it ran on twins.
         is_bad: whether its result has an inf or NaN.
         bad: where that comes from.
     """
@@ -139,6 +145,7 @@ class Op:
     parents: tuple[int, ...] = ()
     error: float = 0.0
     largest: float = 0.0
+    has_twin: bool = True
     is_bad: bool = False
     bad: NotFinite = field(default_factory=NotFinite)
 
@@ -149,8 +156,24 @@ class Op:
 
     @property
     def is_root(self) -> bool:
-        """Whether it made an inf or NaN from finite inputs."""
+        """Whether it made an inf or NaN: of finite inputs, or where its twin and theirs are finite."""
+        if self.bad.is_wrong and (self.is_too_large or not self.bad.inherits):
+            return True
         return self.is_bad and not self.bad.parents and not self.bad.sources
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether FP64 has a number, made of the op's own inputs, that is too large for its format."""
+        value = self.bad.value
+        return self.gives is not None and torch.finfo(self.gives).max < (value or 0.0) < math.inf
+
+    @property
+    def is_masking(self) -> bool:
+        """Whether it wrote or took an -inf that is meant as one."""
+        is_written = self.aten in CONSTANTS or bool(self.bad.sources)
+        is_given = all(source.is_mask for source in self.bad.sources)
+        is_new = is_written and is_given and not (self.bad.parents or self.bad.is_wrong)
+        return is_new and self.bad.is_minus_inf
 
     @property
     def is_constant(self) -> bool:

@@ -49,6 +49,7 @@ from amp.diagnosis.twins import (
     is_float,
     largest,
     written_by,
+    wrong_in,
 )
 from amp.masters.fp32_values import largest_in_master
 from amp.observers import Observer, observing
@@ -287,7 +288,8 @@ class Shadow(Observer):
         op.takes = tuple(value.real.dtype for value in values.values())
         op.gives = outputs[0].dtype if outputs else None
         op.parents = tuple(dict.fromkeys(value.made for value in values.values() if value.made))
-        if not self.memories.run_on_twins(op.func, args, kwargs, result, fresh):
+        op.has_twin = self.memories.run_on_twins(op.func, args, kwargs, result, fresh)
+        if not op.has_twin:
             for x in outputs:
                 self.memories.forget(x)
             is_drawn = op.func.namespace == "aten" and not has_twin(op.func)  # or a number as it is
@@ -315,8 +317,9 @@ class Shadow(Observer):
             self.memories[x].is_new = True
         if op.aten in MOVES or op.is_bad or not isinstance(args[0] if args else None, (list, tuple)):
             self.memories.keep(op, args, kwargs, values, outputs)
-        if op.is_root and not op.is_constant:
-            op.bad.value = largest_from_inputs(op)
+        if op.is_bad and (op.is_root or op.bad.is_wrong) and not op.is_constant:
+            wrong = [wrong_in(x, self.memories.twin(x)) for x in outputs]
+            op.bad.value = largest_from_inputs(op, wrong)
 
     def _note_lost(
         self, op: Op, values: dict[int, Value], outputs: list[Tensor], written: list[Tensor]
@@ -351,7 +354,7 @@ class Shadow(Observer):
             op.is_bad, op.gives = True, bad[0].dtype
             wide = list(map(computable, bad))
             op.bad.has_nan = any(bool(x.isnan().any()) for x in wide)
-            op.bad.is_exact = any(not is_finite(self.memories.twin(x)) for x in bad)
+            op.bad.is_wrong = any(bool(wrong_in(x, self.memories.twin(x)).any()) for x in bad)
             made = self.memories[bad[0]].made if op.aten == "copy_" else 0
             if made and self.ops[made].is_collective:  # gloo copies its result when it is waited for
                 op.bad.parents.append(made)
@@ -368,6 +371,7 @@ class Shadow(Observer):
             self.memories[x].bad = op.number
 
     def _note_bad_input(self, op: Op, value: Value) -> None:
+        op.bad.inherits |= bool(wrong_in(value.real, value.exact).any())
         if not (made := value.memory.bad) and value.made and self.ops[value.made].is_collective:
             made = value.made  # it has come from another rank
         if made:
@@ -408,8 +412,12 @@ def _source_of(value: Value) -> Source:
     if owned.kind in ("weight", "buffer") and owned.tensor is not None and not math.isfinite(most):
         most = largest_in_master(owned.tensor)
     seen = [x for x in (owned.tensor, value.real) if x is not None and not is_finite(x)]
-    index = tuple((~computable(own_part(seen[0])).isfinite()).nonzero()[0].tolist())
-    return Source(owned, index, most if math.isfinite(most) else None)
+    x = computable(own_part(seen[0]))
+    index = tuple((~x.isfinite()).nonzero()[0].tolist())
+    held = x[x != -math.inf]
+    is_mask = owned.kind == "buffer" or bool((held == held[:1]).all())
+    is_mask &= is_finite(held) if held.numel() else True
+    return Source(owned, index, most if math.isfinite(most) else None, is_mask)
 
 
 def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -58,6 +58,11 @@ def is_finite(x: Tensor) -> bool:
     return math.isfinite(largest(x))
 
 
+def wrong_in(real: Tensor, exact: Tensor) -> Tensor:
+    """Return which elements of a tensor are inf or NaN, and finite in its twin."""
+    return ~computable(real.detach()).isfinite() & exact.isfinite()
+
+
 _NOTHING = 1e-200
 
 

@@ -22,8 +22,8 @@ _RUINS = {"range", "absorbed range", "eps", "loss scale", "underflow", "mathemat
 """The causes that a trial must not have."""
 _DIGITS = {"cancellation", "rounding", "cast"}
 """The causes that lose digits: those of FP32 cure them, and its range does not."""
-CURABLE = _RUINS - {"mathematics"} | _DIGITS
-"""The causes that another precision can cure."""
+CURABLE = _RUINS | _DIGITS
+"""The causes that another precision may cure."""
 _TRIES = 8
 _ENOUGH = 3
 """If more modules than this need FP32, another level is the better advice."""
@@ -154,7 +154,13 @@ class _Search:
         self._modules: list[str] = []
         self._arguments: list[str] = []
         self._refused: set[str] = set()  # arguments with which the step raises if they are not cast
-        self._harmful = _RUINS | (_DIGITS if first.cause in _DIGITS else set())
+        self._is_mask = first.value is not None and abs(first.value) > (first.limit or math.inf)
+        loses_digits = first.cause in _DIGITS and not self._is_mask
+        self._harmful = _RUINS | (_DIGITS if loses_digits else set())
+
+    @property
+    def _every_model(self) -> list[str]:
+        return [name for name in self._replay.models if name == ""] or [*self._replay.models]
 
     def cure(self) -> Cure | str:
         """Return a cure, or why there is none."""
@@ -162,6 +168,9 @@ class _Search:
             return f"no precision cures the cause, {self._first.cause}"
         if self._first.phase == "step":
             return "it is in the optimizer's step, which a replay leaves out"
+        if self._first.cause == "mathematics" and self._left(1.0, self._every_model):
+            tried = "with everything in FP32, as was tried, it is not finite either"
+            return f"no precision cures the cause, mathematics: {tried}"
         if self._first.cause == "underflow" and not self._first.op:  # of all gradients
             return self._by_higher_scale()
         try:
@@ -230,15 +239,13 @@ class _Search:
         """Return the bfloat16 level if the step is finite with all of it in FP32, else why not."""
         level = with_range(self._replay.owner.properties)
         where = f"{finding.op}, line {finding.line}"
-        is_mask = finding.value is not None and abs(finding.value) > (finding.limit or math.inf)
-        if finding.cause in _DIGITS and not is_mask:
+        if finding.cause in _DIGITS and not self._is_mask:
             return f"digits are lost at {where}, where no rule helps: change the line as advised"
         if not level:
             small = finding.cause in ("underflow", "eps")
             return f"the number is too {'small' if small else 'large'} for {finding.gives} ({where})"
         self._arguments = []
-        prefixes = [name for name in self._replay.models if name == ""] or [*self._replay.models]
-        if self._left(1.0, prefixes):
+        if self._left(1.0, self._every_model):
             return f"it is not finite in FP32 either: look at {where}"
         return Cure(level=level, runs=self._replay.runs)
 

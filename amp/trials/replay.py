@@ -134,6 +134,10 @@ class Replay:
         if caster is not None and any(module in self.models.values() for module in chosen):
             stack.enter_context(disable_casts())
         for module in chosen:
+            for hook in module._forward_pre_hooks.values():
+                if isinstance(hook, ModelInputs):
+                    stack.callback(setattr, hook, "dtype", hook.dtype)
+                    hook.dtype = torch.float32
             if is_cast:
                 self._upcast(module, stack)
             if caster is not None:

@@ -247,14 +247,15 @@ def masked_by(kind: str) -> Function:
         elif kind == "added":
             scores = scores + torch.zeros_like(scores).masked_fill(later, torch.finfo(x.dtype).min)
         else:
-            scores = scores + torch.zeros(later.shape).masked_fill(later, -1e9).to(x.dtype)
+            number = {"cast": -1e9, "of ten thousand": -1e4, "infinite": -math.inf}[kind]
+            scores = scores + torch.zeros(later.shape).masked_fill(later, number).to(x.dtype)
         return torch.softmax(scores, -1) @ x
 
     return function
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("kind", ["least", "added", "cast"])
+@pytest.mark.parametrize("kind", ["least", "added", "cast", "of ten thousand", "infinite"])
 def test_a_mask_that_leaves_every_row_something_is_nothing_to_say(kind: str, level: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), Head(masked_by(kind)), nn.Linear(8, 8))
@@ -263,6 +264,65 @@ def test_a_mask_that_leaves_every_row_something_is_nothing_to_say(kind: str, lev
     found, said = stepped(model, level, mean_square, **scale)
     assert found == []
     assert said.report.is_healthy
+
+
+LATER = torch.ones(64, 64, dtype=torch.bool).triu(1)
+WHOLE = LATER | (torch.arange(64) == 3)[:, None]  # of which a row is masked entirely
+
+
+def attention(mask: Callable[[Tensor], Tensor], by_hand: bool) -> Function:
+    def function(x: Tensor) -> Tensor:
+        scores = mask(2 * x @ x.mT)
+        if not by_hand:
+            return torch.softmax(scores, -1) @ x
+        weights = torch.exp(scores)
+        return weights / weights.sum(-1, keepdim=True) @ x
+
+    return function
+
+
+def added(mask: Tensor, number: float) -> Tensor:
+    return torch.zeros(mask.shape).masked_fill(mask, number)
+
+
+OVERFLOWS = "x.float() at"
+FILL = "scores.masked_fill(mask, torch.finfo(torch.float16).min): tried"
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "mask", "cause", "advice"),
+    [
+        (True, lambda x: x.masked_fill(LATER, -math.inf), "range", OVERFLOWS),
+        (True, lambda x: F.dropout(x.masked_fill(LATER, -math.inf), 0.1), "range", OVERFLOWS),
+        (True, lambda x: torch.where(LATER, -math.inf, x), "range", OVERFLOWS),
+        (True, lambda x: x + added(LATER, -math.inf).to(x.dtype), "range", OVERFLOWS),
+        (True, lambda x: x + added(LATER, -1e9).to(x.dtype), "range", OVERFLOWS),
+        (False, lambda x: x + added(WHOLE, -1e9).to(x.dtype), "cast", FILL),
+        (False, lambda x: x.masked_fill(WHOLE, -math.inf), "mathematics", FILL),
+        (False, lambda x: x + added(WHOLE, -math.inf).to(x.dtype), "mathematics", FILL),
+        (
+            False,
+            lambda x: x + added(WHOLE, -5e4).to(x.dtype) + added(WHOLE, -5e4).to(x.dtype),
+            "range",
+            FILL,
+        ),
+        (True, lambda x: x.clamp(max=3).masked_fill(WHOLE, -math.inf), "mathematics", "division by 0"),
+        (False, lambda x: x.masked_fill(WHOLE, torch.finfo(x.dtype).min), None, ""),
+    ],
+)
+def test_a_mask_is_blamed_only_where_it_is_at_fault(
+    by_hand: bool, mask: Any, cause: str | None, advice: str
+) -> None:
+    """Of a mask that is -inf in 16 bits one cure is said, and it was tried."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Head(attention(mask, by_hand)), nn.Linear(8, 8))
+    nn.init.eye_(model[0].weight)
+    found, said = stepped(model, "O2", mean_square, loss_scale={"init": 64.0})
+    assert [x.cause for x in found[:1]] == ([cause] if cause else [])
+    assert all(advice in x.advice for x in found[:1])
+    cures = {"range": bool(said.cure), "cast": True, "mathematics": False}
+    assert bool(said.cure) == cures.get(str(cause), False)
+    assert cause != "mathematics" or "with everything in FP32, as was tried" in said.why_not
 
 
 def test_torch_itself_derives_prod_otherwise_under_a_mode() -> None:
