@@ -28,7 +28,7 @@ from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.memories import inputs_of
 from amp.diagnosis.penalties import not_scaled, takes_scaled
 from amp.diagnosis.places import Place
-from amp.diagnosis.records import CASTS, Op, ancestors, origin
+from amp.diagnosis.records import Op, ancestors, origin
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.profiles.properties import excepting
@@ -160,7 +160,7 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
     if op.bad.sources and not (op.is_root and op.bad.is_wrong):
         return _of_source(shadow, op)
     assert op.gives is not None
-    for cast in shadow.lost.casts if op.aten in CASTS else ():
+    for cast in shadow.lost.casts:
         if cast.op is op and cast.is_mask:
             return _of_cast(shadow, cast)
     is_nan_of_inf = op.bad.has_nan and bool(op.bad.parents)
@@ -446,6 +446,13 @@ def _counted(same: list[Still]) -> str:
 def _of_source(shadow: Shadow, op: Op) -> Finding:
     source, owned = op.bad.sources[0], op.bad.sources[0].owned
     at = f" at {list(source.at)}" if source.at else ""
+    if owned.kind == "number":
+        assert owned.tensor is not None
+        what = f"{owned.name} is made a tensor of {dtype_name(owned.tensor.dtype)}, and becomes "
+        what, todo = f"{what}inf", "Make the tensor in float32, or take a smaller number."
+        if op.bad.is_minus_inf:
+            what, todo = f"{what[:-3]}-inf", _unmasked(shadow, _first_nan(shadow, op))
+        return replace(_finding(op, "cast", what, todo), value=source.value)
     if source.value is not None:
         dtype, limit = dtype_name(op.takes[0]), torch.finfo(op.takes[0]).max
         what = f"the {owned.kind} {owned.name} is {_number(source.value)} in FP32"

@@ -36,7 +36,7 @@ class Owned(NamedTuple):
     """The kind and the name of a tensor's memory.
 
     Attributes:
-        kind: `weight`, `buffer`, `moment`, `average`, `argument`, `gradient` or `tensor`.
+        kind: `weight`, `buffer`, `moment`, `average`, `argument`, `gradient`, `number` or `tensor`.
         name: its name, or an empty text.
         tensor: a tensor that has this memory, or None.
     """

@@ -32,6 +32,7 @@ from amp import active
 from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
 from amp.diagnosis.advice import properties_of
+from amp.diagnosis.findings import short_path
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
@@ -54,6 +55,7 @@ from amp.diagnosis.twins import (
 from amp.masters.fp32_values import largest_in_master
 from amp.observers import Observer, observing
 
+_MAKERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 PASSED = 4
 """So many ops may be between what a tensor holds and what is copied to it in its place."""
 
@@ -196,8 +198,22 @@ class Shadow(Observer):
     @guarded
     def function_called(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
         """Note a call of a torch function."""
+        if function in _MAKERS:
+            given = kwargs["data"] if "data" in kwargs else args[function is Tensor.new_tensor]
+            self._unseen(self._note_made, given, result)
         if self.ledger.is_open:
             self.ledger.call_ends(self._places.of_call(function), function, args, kwargs, result)
+
+    def _note_made(self, given: Any, x: Tensor) -> None:
+        """Note numbers of Python's that are too large for the tensor that is made of them."""
+        if isinstance(given, Tensor) or not is_float(x) or is_finite(x):
+            return
+        exact = torch.as_tensor(given, dtype=torch.float64).to(x.device)
+        if bool((wrong := wrong_in(x, exact)).any()):
+            file, line = user_line()
+            number = f"{exact[wrong][0].item():g}, at {short_path(file)}:{line},"
+            self.memories.own("number", number, x)
+            self.memories.put(x, exact)
 
     @guarded
     def backward_begins(self, losses: Sequence[Tensor]) -> None:
@@ -256,6 +272,8 @@ class Shadow(Observer):
     ) -> bool:
         """Do an op that has run on twins, and return that this was possible."""
         place, phase, counts, values, written = begun
+        if func is torch.ops.aten.set_.source_Storage_storage_offset:  # as of a loader's worker
+            return False
         if counts:
             self.ledger.op_ends(place, func, args, kwargs, result)
         if not func.is_view and (values or floats_in(result)):
@@ -334,7 +352,8 @@ class Shadow(Observer):
                 self.lost.note_still(op, owned, value, x, self.memories.twin(x))
             elif not memory.gradient and not memory.is_new:
                 self.lost.note_still(op, memory.owned, value, x, self.memories.twin(x))
-        if op.aten in (*CASTS, "arange") and outputs and op.phase not in ("backward", "step"):
+        is_cast = op.aten in (*CASTS, "arange", "scalar_tensor")
+        if is_cast and outputs and op.phase not in ("backward", "step"):
             owned = next((value.memory.owned for value in reversed(values.values())), Owned())
             casts = self.properties is not None and self.properties.casts_model
             if owned.kind == "argument" and casts and is_called_by_amp():
@@ -367,7 +386,9 @@ class Shadow(Observer):
                 op.bad.rows_of_minus_inf = any(bool((x == -math.inf).all(-1).any()) for x in reals)
         for x in outputs:
             self.memories[x].bad = 0
-        for x in bad:
+        kinds = {source.owned.kind for source in op.bad.sources}
+        is_batch = op.aten in MOVES and not op.bad.parents and kinds <= {"tensor", "argument"}
+        for x in bad if not (kinds and is_batch) else ():  # a batch of samples is data as they are
             self.memories[x].bad = op.number
 
     def _note_bad_input(self, op: Op, value: Value) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import io
+import math
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
 import amp
 from amp.diagnosis import advice
@@ -157,7 +160,7 @@ class Squares(torch.utils.data.Dataset[Tensor]):
 
 
 def test_workers_of_a_loader_have_no_shadow() -> None:
-    loader = torch.utils.data.DataLoader(Squares(), 16, num_workers=2)
+    loader = DataLoader(Squares(), 16, num_workers=2)
     with amp.watch() as watch:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -166,6 +169,61 @@ def test_workers_of_a_loader_have_no_shadow() -> None:
             model(x).square().mean().backward()
             optimizer.step()
     assert watch.report.is_healthy, str(watch.report)
+
+
+def loaded(x: Tensor) -> Tensor:
+    torch.save(x, file := io.BytesIO())
+    file.seek(0)
+    loaded: Tensor = torch.load(file)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: next(iter(DataLoader(list(x), batch_size=8, num_workers=1))),
+        lambda x: next(iter(DataLoader(list(x), batch_size=8))),
+        loaded,
+        lambda x: torch.tensor(x.tolist()),
+    ],
+    ids=["worker", "no worker", "torch.load", "torch.tensor"],
+)
+def test_a_batch_that_is_not_finite_is_data_however_it_comes(made: Any) -> None:
+    model = nn.Linear(6, 1)
+    given = torch.randn(8, 6)
+    given[2, 1] = math.nan
+    with amp.watch() as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(made(given)).mean().backward()
+        optimizer.step()
+    (found, *_) = watch.report.findings
+    assert (found.cause, found.what) == ("data", "argument 'input' is not finite at [2, 1]")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [-1e9, 1e9, -math.inf])
+@pytest.mark.parametrize(
+    "made",
+    [
+        torch.tensor,
+        lambda number, dtype: torch.tensor(data=[number], dtype=dtype),
+        lambda number, dtype: torch.as_tensor([number, 1.0], dtype=dtype)[0],
+        lambda number, dtype: torch.zeros(2, dtype=dtype).new_tensor(number),
+    ],
+)
+def test_a_number_that_is_inf_from_birth_is_a_cast(made: Any, number: float, dtype: Any) -> None:
+    mask = torch.ones(4, 4, dtype=torch.bool).tril() & (torch.arange(4) != 2)[:, None]
+    model = nn.Linear(4, 4).to(dtype)
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+        y = torch.where(mask, model(torch.ones(4, 4, dtype=dtype)), made(number, dtype=dtype))
+        y.softmax(-1).float().square().mean().backward()
+        optimizer.step()
+    found = [(x.cause, x.value) for x in watch.report.findings if x.cause in ("cast", "mathematics")]
+    if math.isinf(number):
+        assert [cause for cause, _ in found] == ["mathematics"]
+    else:
+        assert found == ([("cast", 1e9)] if dtype is torch.float16 else [])
 
 
 def test_tensors_of_vmap_have_no_memory() -> None:
