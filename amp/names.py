@@ -34,5 +34,10 @@ def bare_names(names: Iterable[tuple[Model, str]]) -> dict[tuple[Model, str], st
     return found
 
 
+def unwrapped_name(name: str) -> str:
+    """Return a name without the parts that only wrappers add, as by `torch.compile`."""
+    return _without(_OF_WRAPPERS, name)
+
+
 def _without(parts: set[str], name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in parts)

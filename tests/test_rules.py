@@ -277,6 +277,18 @@ def test_modules_by_name(level: str, pattern: str) -> None:
     optimizer.step()
 
 
+@pytest.mark.parametrize("rule", [{"module": "head"}, {"tensor": "head.*"}])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_names_are_those_of_the_model_before_it_is_compiled(rule: Any, is_whole: bool) -> None:
+    model = Net()
+    if not is_whole:
+        model.head = torch.compile(model.head, backend="eager")
+    given: Any = torch.compile(model, backend="eager") if is_whole else model
+    amp.initialize(given, opt_level="O5", verbosity=0, rules=[{**rule, "cast": "float32"}])
+    assert {p.dtype for p in model.head.parameters()} == {WIDE}
+    assert {p.dtype for p in model.body[0].parameters()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("level", HALF_DTYPE)
 @pytest.mark.parametrize("pattern", ["torch.nn.Linear", "Linear", "torch.nn.modules.linear.Linear"])
 def test_modules_by_class(level: str, pattern: str) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp import active
 from amp.casting.policy import load_policy
 from amp.diagnosis.findings import rule_for, short_path, without_number
-from amp.diagnosis.places import Place
+from amp.diagnosis.places import Place, session_of
 from amp.dtypes import dtype_name
 from amp.profiles.properties import Properties
 
@@ -85,7 +84,7 @@ def filled(dtype: torch.dtype) -> str:
 
 def properties_of(models: Iterable[nn.Module]) -> Properties | None:
     """Return the properties of the first of the models that has a session, or None."""
-    session = next(filter(None, map(active.session_of, models)), None)
+    session = next(filter(None, map(session_of, models)), None)
     return None if session is None else session.properties
 
 

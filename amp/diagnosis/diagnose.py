@@ -15,13 +15,12 @@ from amp import distributed
 from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.findings import Finding, Report, exact
 from amp.diagnosis.guard import guarded
+from amp.diagnosis.places import unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError
 from amp.profiles.properties import Properties
 from amp.training.attached_optimizer import AttachedOptimizer
-
-_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
 @contextmanager
@@ -124,13 +123,6 @@ def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
 def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     """Return models by the prefix of the names of their modules: none for a single model."""
     return {f"model {i}: " if len(models) > 1 else "": model for i, model in enumerate(models)}
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
-    while hasattr(model, "_orig_mod") or isinstance(model, _WRAPPERS):
-        model = getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
-    return model
 
 
 def gathered(findings: list[Finding]) -> list[Finding]:

@@ -19,6 +19,7 @@ from amp.diagnosis.attaching import Training
 from amp.diagnosis.findings import Finding, exact
 from amp.diagnosis.places import user_line
 from amp.dtypes import LOW_PRECISION, dtype_name
+from amp.names import unwrapped_name
 from amp.training.attached_optimizer import AttachedOptimizer
 
 COMPENSATION = re.compile("kahan|compensation")
@@ -81,7 +82,8 @@ class Looks:
 
     def found_in(self, models: Iterable[nn.Module]) -> tuple[list[Finding], list[Finding]]:
         """Return what was seen of the buffers of models, and all else."""
-        paths = {id(each): name for model in models for name, each in model.named_modules()}
+        named = (each for model in models for each in model.named_modules())
+        paths = {id(module): unwrapped_name(name) for name, module in named}
         buffers = [
             replace(one.finding, module=paths[id(one.module())])
             for one in self.rounded

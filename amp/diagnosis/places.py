@@ -23,8 +23,11 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack,
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from amp import active
 from amp.diagnosis.guard import guarded
+from amp.names import unwrapped_name
 
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 _TORCH, _AMP = (
     str(Path(module.__file__ or "").parent) + os.sep for module in (torch, sys.modules["amp"])
 )
@@ -51,10 +54,23 @@ class Place(NamedTuple):
     line: int
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model inside `DistributedDataParallel`, `DataParallel` and `torch.compile`."""
+    while hasattr(model, "_orig_mod") or isinstance(model, _WRAPPERS):
+        model = getattr(model, "_orig_mod" if hasattr(model, "_orig_mod") else "module")
+    return model
+
+
+def session_of(model: nn.Module) -> Any:
+    """Return the open session of a model, given without its wrappers, or None."""
+    every = active.open_sessions()
+    return next((x for x in every if any(unwrapped(each) is model for each in x.live_models())), None)
+
+
 def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return all modules of models, which are given by the prefix of their names, by their names."""
     every = ((prefix, each) for prefix, model in models.items() for each in model.named_modules())
-    return {prefix + name: module for prefix, (name, module) in every}
+    return {prefix + unwrapped_name(name): module for prefix, (name, module) in every}
 
 
 class Hook:

@@ -28,7 +28,6 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-from amp import active
 from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
 from amp.diagnosis.advice import properties_of
@@ -37,7 +36,15 @@ from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
 from amp.diagnosis.memories import Memories, Value, inputs_of, largest_from_inputs, own_part
-from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, modules_of, user_line
+from amp.diagnosis.places import (
+    Hook,
+    Place,
+    Places,
+    is_called_by_amp,
+    modules_of,
+    session_of,
+    user_line,
+)
 from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source, origin
 from amp.diagnosis.seen_gradients import SeenGradients
 from amp.diagnosis.twins import (
@@ -53,6 +60,7 @@ from amp.diagnosis.twins import (
     wrong_in,
 )
 from amp.masters.fp32_values import largest_in_master
+from amp.names import unwrapped_name
 from amp.observers import Observer, observing
 
 _MAKERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
@@ -132,7 +140,7 @@ class Shadow(Observer):
                     stack.callback(register(hook).remove)
             for prefix, model in self.models.items():
                 for name, buffer in model.named_buffers():
-                    self.memories.own("buffer", prefix + name, buffer)
+                    self.memories.own("buffer", prefix + unwrapped_name(name), buffer)
             for buffer, before in self.cast_buffers.values():
                 self.memories.put(buffer, before)
             for name, module in modules_of(self.models).items():
@@ -162,7 +170,7 @@ class Shadow(Observer):
         """Yield the parameters of the models with their names."""
         for prefix, model in self.models.items():
             for name, parameter in model.named_parameters():
-                yield prefix + name.replace("_orig_mod.", ""), parameter  # of a compiled model
+                yield prefix + unwrapped_name(name), parameter
 
     # Called by hooks and modes.
 
@@ -418,12 +426,12 @@ def cast_buffers_of(models: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, 
     """Return the buffers that sessions have cast, by name, and what they were before."""
     found = {}
     for prefix, model in models.items():
-        session = active.session_of(model)
+        session = session_of(model)
         strategies = session.strategies if session is not None else []
         for cast in (x for x in strategies if isinstance(x, CastModel)):
             for name, buffer in model.named_buffers():
                 if (before := cast.before_cast(buffer)) is not None:
-                    found[prefix + name] = buffer, before.to(buffer.device)
+                    found[prefix + unwrapped_name(name)] = buffer, before.to(buffer.device)
     return found
 
 

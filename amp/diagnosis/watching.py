@@ -28,7 +28,7 @@ from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.looks import COMPENSATION, Looks
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import own_part
-from amp.diagnosis.places import innermost_mode, open_modes
+from amp.diagnosis.places import innermost_mode, open_modes, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
 from amp.errors import AmpValueError, brief
@@ -173,10 +173,11 @@ class TrainingWatch(Training, Observer):
         own = [model for session in sessions for model in session.live_models()]
         trained, others = models_in_memory(self.optimizers)
         around = [x for x in trained if not any(each in own for each in x.modules())]
-        self._models = [*own, *around]
+        self._models = list(map(unwrapped, [*own, *around]))
         if not self._models and self.optimizers and called is not None:
             around = [x for x in others if any(each is called for each in x.modules())]
-            self._models = around or [called]  # whose weights the script copies from others
+            around = around or [called]  # whose weights the script copies from others
+            self._models = list(map(unwrapped, around))
         if not self._models:
             return
         self._due = [step for step in self._due if step > self.steps + 1]

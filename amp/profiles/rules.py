@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from amp.errors import AmpTypeError, AmpValueError, brief, did_you_mean
+from amp.names import unwrapped_name
 from amp.profiles.keys import Key, OneOf, find_key, parse_glob, shown, wrong_type
 
 Kind = Literal["op", "module", "tensor"]
@@ -72,13 +73,16 @@ class Rule:
     def matches(self, name: str, module: nn.Module) -> bool:
         """Whether the rule is for this module, whose name in its model is `name`."""
         return self.kind == "module" and (
-            fnmatchcase(name, self.pattern)
+            self._has_name(name)
             or any(self.pattern in _names_of(cls) for cls in type(module).__mro__[:-1])
         )
 
     def matches_tensor(self, name: str) -> bool:
         """Whether the rule is for the parameter or buffer of this name in its model."""
-        return self.kind == "tensor" and fnmatchcase(name, self.pattern)
+        return self.kind == "tensor" and self._has_name(name)
+
+    def _has_name(self, name: str) -> bool:
+        return any(fnmatchcase(x, self.pattern) for x in (name, unwrapped_name(name)))
 
 
 def _names_of(cls: type) -> tuple[str, ...]:

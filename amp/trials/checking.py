@@ -15,8 +15,9 @@ from torch import nn
 
 from amp import active
 from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import named_models, unwrapped
+from amp.diagnosis.diagnose import named_models
 from amp.diagnosis.findings import Finding, one_a_rule, said_of
+from amp.diagnosis.places import unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name

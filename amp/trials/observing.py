@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from amp.casting.cast_hooks import cast_inputs_to
+from amp.names import unwrapped_name
 from amp.observers import Observer, observing
 from amp.session import Session
 from amp.training.attached_optimizer import AttachedOptimizer
@@ -302,7 +303,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         before = sum(counts[: self._sessions.index(session)])
         models = session.live_models()
         for (i, name), parameter in session.named_parameters().items():
-            module = name.removeprefix("_orig_mod.").rpartition(".")[0] or type(models[i]).__name__
+            module = unwrapped_name(name).rpartition(".")[0] or type(models[i]).__name__
             yield parameter, f"model {before + i}: {module}" if sum(counts) > 1 else module
 
     def _look_after(self, log: _Log) -> None:

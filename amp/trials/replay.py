@@ -24,9 +24,9 @@ from amp.casting.cast_hooks import ModelInputs, cast_inputs_to
 from amp.casting.module_rules import run_in_float32
 from amp.casting.regions import disable_casts
 from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import open_scale, unwrapped
+from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.findings import Finding
-from amp.diagnosis.places import modules_of
+from amp.diagnosis.places import modules_of, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
 from amp.masters.grads import grads_of, store_grads

@@ -226,6 +226,39 @@ def test_a_number_that_is_inf_from_birth_is_a_cast(made: Any, number: float, dty
         assert found == ([("cast", 1e9)] if dtype is torch.float16 else [])
 
 
+class Loud(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * 6e4 * 6e4).softmax(-1)
+
+
+def compiled(module: nn.Module) -> Any:
+    return torch.compile(module, backend="eager")
+
+
+def compiled_inside(model: nn.Sequential) -> nn.Module:
+    model[1][0] = compiled(model[1][0])
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile")
+@pytest.mark.parametrize("wrap", [compiled, nn.DataParallel, compiled_inside])
+def test_names_in_wrapped_models_are_those_that_rules_have(wrap: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Sequential(Loud())), nn.Linear(4, 1))
+    model[2].register_buffer("positions", torch.arange(600.0))
+    wrapped = wrap(model)
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(wrapped.parameters(), 1e-3)
+        with torch.autocast("cpu", torch.float16):
+            y = wrapped(torch.randn(8, 4).clamp(min=0.5))
+        y.float().mean().backward()
+        optimizer.step()
+    assert watch.about.startswith("Sequential, 25 parameters")
+    assert "module': '1.0.0', 'cast'" in watch.report.findings[0].advice, str(watch.report)
+    assert watch.report.findings[0].module == "1.0.0"
+    assert all("orig_mod" not in x and x[0].isdigit() for x in watch.report.findings[0].reached)
+
+
 def test_tensors_of_vmap_have_no_memory() -> None:
     with amp.watch() as watch:
         model = net()
