@@ -29,6 +29,17 @@ IN_ONE_CALL = {
     ("_linalg_det", "log"): "torch.linalg.slogdet",
 }
 """What computes two ops in one call, of which the first loses what the second needs."""
+EPS_INSIDE = {
+    "sqrt": "torch.sqrt(x + 1e-6)",
+    "rsqrt": "torch.rsqrt(x + 1e-6)",
+    "pow": "(x + 1e-6).pow(exponent)",
+    "log": "torch.log(x + 1e-6)",
+    "div": "x / (y + 1e-6)",
+    "reciprocal": "1 / (x + 1e-6)",
+    "acos": "torch.acos(x.clamp(-0.999, 0.999))",
+    "asin": "torch.asin(x.clamp(-0.999, 0.999))",
+}
+"""How to keep functions, and their derivatives, from where they are infinite."""
 UNMASK = (
     "Do not mask whole rows, or set these rows to 0 afterwards; subtract the maximum before an\n"
     "exponential."

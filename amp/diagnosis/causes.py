@@ -25,11 +25,12 @@ from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, classified, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
-from amp.diagnosis.memories import inputs_of
+from amp.diagnosis.memories import inputs_of, results_from
 from amp.diagnosis.penalties import not_scaled, takes_scaled
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, ancestors, origin
 from amp.diagnosis.shadow import Shadow
+from amp.diagnosis.twins import CANNOT_RUN, is_finite
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.profiles.properties import excepting
 
@@ -204,14 +205,23 @@ def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
         what = "it takes an -inf that was written, as by a mask, and the loss is not finite"
         todo = "Leave what is masked out of means, sums and labels. No precision cures it."
     else:
-        what = f"the result is {op.largest} in FP64 too"
-        todo = (
-            "Look at the numbers that go in: a logarithm of 0, a division by 0, a root or power where "
-            "the gradient is infinite. No precision cures it."
-        )
+        what = f"the {'gradient' if op.phase == 'backward' else 'result'} is {op.largest} in FP64 too"
+        names = op.place.op.rpartition(".")[2].strip("_"), op.aten
+        inside = next((advice.EPS_INSIDE[name] for name in names if name in advice.EPS_INSIDE), "")
+        todo = "Look at the numbers that go in: a logarithm, root or division of 0 or less"
+        if inside and (op.phase == "backward" or _is_finite_with_eps(op)):
+            todo = f"Keep it finite by an eps inside, as in {inside}"
+        todo += ". No precision cures it."
     if one_call := _in_one_call(shadow, op):
         todo = f"{one_call} Or:\n{todo}"
     return _finding(op, "mathematics", what, todo)
+
+
+def _is_finite_with_eps(op: Op) -> bool:
+    try:
+        return all(map(is_finite, results_from(op, lambda x: x.exact + 1e-6)))
+    except CANNOT_RUN:
+        return False
 
 
 def _unmasked(shadow: Shadow, nan: Op) -> str:

@@ -306,7 +306,7 @@ FILL = "scores.masked_fill(mask, torch.finfo(torch.float16).min): tried"
             "range",
             FILL,
         ),
-        (True, lambda x: x.clamp(max=3).masked_fill(WHOLE, -math.inf), "mathematics", "division by 0"),
+        (True, lambda x: x.clamp(max=3).masked_fill(WHOLE, -math.inf), "mathematics", "x / (y + 1e-6)"),
         (False, lambda x: x.masked_fill(WHOLE, torch.finfo(x.dtype).min), None, ""),
     ],
 )

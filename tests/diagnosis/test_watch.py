@@ -240,6 +240,29 @@ def compiled_inside(model: nn.Sequential) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize(
+    ("loss_of", "said"),
+    [
+        (lambda y: y.sqrt().sum(), "torch.sqrt(x + 1e-6)"),
+        (lambda y: torch.where(y > 0, y.log(), 0 * y).sum(), "torch.log(x + 1e-6)"),
+        (lambda y: y.pow(2).sum(-1).pow(0.5).sum(), "(x + 1e-6).pow(exponent)"),
+        (lambda y: (y / y.norm(dim=-1, keepdim=True)).sum(), "x / (y + 1e-6)"),
+        (lambda y: (1 / y).sum(), "1 / (x + 1e-6)"),
+        (lambda y: (y - 1).sqrt().sum(), "Look at the numbers"),
+    ],
+)
+def test_what_is_infinite_at_0_is_kept_from_it_by_an_eps_inside(loss_of: Any, said: str) -> None:
+    model = nn.Linear(4, 4)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        loss_of(model(torch.ones(3, 4))).backward()
+        optimizer.step()
+    assert watch.report.cause == "mathematics"
+    assert said in watch.report.findings[0].advice
+
+
 @pytest.mark.filterwarnings("ignore:Using `torch.compile")
 @pytest.mark.parametrize("wrap", [compiled, nn.DataParallel, compiled_inside])
 def test_names_in_wrapped_models_are_those_that_rules_have(wrap: Any) -> None:
