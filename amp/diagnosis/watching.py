@@ -67,7 +67,7 @@ class TrainingWatch(Training, Observer):
         self.unfollowed = Unfollowed()
         self._looks = Looks(self)
         self.report, self.steps = Report(unfollowed=self.unfollowed), 0
-        self._due = sorted(at)
+        self._at, self._due = set(at), sorted(at)
         self._first: int | None = None  # the id of the optimizer whose steps are counted
         self._shadow: Shadow | None = None
         self._modes_before: list[Any] = []  # which were open before, and will be after
@@ -107,7 +107,9 @@ class TrainingWatch(Training, Observer):
         counted = f"{self.steps} step{'s' * (self.steps != 1)}" + self._is_ruined * _RUINED
         parts = [*self._parts, *self._names, scaler, counted]
         lost = self._without_twin
-        return ", ".join(dict.fromkeys(parts + [f"{lost} ops could not run in FP64"] * bool(lost)))
+        said = ", ".join(dict.fromkeys(parts + [f"{lost} ops could not run in FP64"] * bool(lost)))
+        missed = [str(step) for step in self._due if step in self._at]
+        return f"{said}; it ended before step {', '.join(missed)}" if missed else said
 
     @property
     def is_watching(self) -> bool:

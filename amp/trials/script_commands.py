@@ -89,7 +89,7 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
     reamp doctor train.py --opt-level O2 --steps 5 -- --epochs 1
     reamp doctor -m package.train --json
 
-    exit status: 0 healthy, 1 something was found, 2 an error
+    exit status: 0 healthy, 1 something was found or the script failed, 2 an error
     """
     what = _script_of(arguments)
     if not 1 <= arguments.steps <= _MOST_STEPS:
@@ -108,7 +108,7 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
         and Script(what).watched_by("doctor", options, "O0")[1]
     ):
         found.findings = [x for x in found.findings if x.cause != "fails"]  # at any level
-    if error and not found.findings:
+    if error and not (found.findings or found.is_healthy):
         raise script.failure(error)
     if not (found.findings or found.is_healthy):
         raise AmpRuntimeError(str(found).partition("\n")[0])
@@ -127,7 +127,7 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
     if rank is not None and not arguments.json:
         printer.stream.flush()
         wait_for_ranks()  # torchrun ends the others when the first one exits with 1
-    return Answer(data, found.is_healthy)
+    return Answer(data, found.is_healthy and not error)
 
 
 @command(

@@ -11,7 +11,7 @@ from amp.diagnosis.arming import Armed
 from amp.diagnosis.diagnose import is_checked
 from amp.diagnosis.findings import Finding
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.watching import AT, TrainingWatch
+from amp.diagnosis.watching import TrainingWatch
 from amp.session import Session
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.trials import hazards
@@ -110,9 +110,7 @@ class ScriptWatch(TrainingWatch):
         if self._explains:
             first = self._first_shadow
             return None if first is None else explained(self._session, first)
-        missed = ", ".join(map(str, self._due)) if self.last_step != AT[-1] else ""
-        end = f"; it ended before step {missed}" if missed and error == "" else ""
-        self.report.about = "" if self._session else f"{self.about}{end}"
+        self.report.about = "" if self._session else self.about
         if self._session is None:
             return self.report
         shadow = self._first_shadow or Shadow({})

@@ -91,12 +91,13 @@ class Script:
             found = self._seen(job | {"scale": found["scale"]})
         self.traceback, self.warnings = found["traceback"], list(dict.fromkeys(found["warnings"]))
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
+        if not found["has_begun"] and found["made"]:
+            why = f" ({found['error']})" if found["error"] else ""
+            raise AmpRuntimeError(
+                f"the script ended after {found['made']} steps, and before those to be looked at{why}: "
+                "give smaller numbers to --at"
+            )
         if not found["has_begun"] and not found["error"]:
-            if found["made"]:
-                raise AmpRuntimeError(
-                    f"the script ended after {found['made']} steps, and before those to be looked at: "
-                    "give smaller numbers to --at"
-                )
             raise AmpRuntimeError(
                 "the script trains nothing: it never called amp.initialize, and stepped no "
                 "torch.optim.Optimizer. For steps by hand put one into a block of amp.diagnose(model); "

@@ -32,6 +32,16 @@ def main(factor=1.0, steps=8, pause=0.0):
         o.zero_grad()
         time.sleep(pause)
 """
+WITHOUT_AMP = """
+import sys
+import torch
+
+m = torch.nn.Linear(6, 3)
+o = torch.optim.SGD(m.parameters(), lr=0.1)
+for i in range(6):
+    m(torch.ones(4, 6)).mean().backward()
+    o.step()
+"""
 WHATS = {
     "as usual": "main()",
     "in a thread": "t = threading.Thread(target=main, args=[1.0, 10**9]); t.start(); t.join()",
@@ -59,6 +69,15 @@ def test_what_a_script_does_is_reported(tmp_path: Path, what: str) -> None:
     found = run(doctor("doctor", "train.py"), tmp_path)
     assert found.returncode == 0, found.stderr
     assert "healthy: nothing found" in found.stdout
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no')"])
+def test_a_script_that_fails_after_its_steps_keeps_its_report(tmp_path: Path, end: str) -> None:
+    (tmp_path / "train.py").write_text(f"{WITHOUT_AMP}\n{end}\n")
+    found = run(doctor("doctor", "train.py"), tmp_path)
+    assert found.returncode == 1, found.stderr
+    assert "6 steps; it ended before step 20\nhealthy: nothing found" in found.stdout
+    assert "the script failed: " in found.stdout
 
 
 def test_training_in_a_process_that_the_script_forks_is_said_to_be_unseen(tmp_path: Path) -> None:
