@@ -432,7 +432,7 @@ for _ in range(steps):
         (
             "doctor train.py --at 9 -- --steps 5",
             "1",
-            "reamp: the script ended after 5 steps, and before",
+            "reamp: nothing was watched: it ended after 5 steps, and before",
         ),
         (
             "doctor train.py --at 1,9 -- --steps 5",

@@ -108,8 +108,13 @@ class TrainingWatch(Training, Observer):
         parts = [*self._parts, *self._names, scaler, counted]
         lost = self._without_twin
         said = ", ".join(dict.fromkeys(parts + [f"{lost} ops could not run in FP64"] * bool(lost)))
-        missed = [str(step) for step in self._due if step in self._at]
-        return f"{said}; it ended before step {', '.join(missed)}" if missed else said
+        missed = [step for step in self._due if step in self._at]
+        for text, steps in (
+            ("no model was called for step", [x for x in missed if x <= self.steps]),
+            ("it ended before step", [x for x in missed if x > self.steps]),
+        ):
+            said += f"; {text} {', '.join(map(str, steps))}" if steps else ""
+        return said
 
     @property
     def is_watching(self) -> bool:
@@ -242,9 +247,17 @@ class TrainingWatch(Training, Observer):
             return (
                 f"the mode {self._hindered_by} was open, which has to be left before a watch can begin"
             )
-        if not self.optimizers:
-            return "no optimizer was made or has stepped here; processes need a watch of their own"
-        return "no model was called before the watch ended, or torch.func transformed each call"
+        if not self.steps:
+            return (
+                "no optimizer of torch has stepped here: put steps by hand into amp.diagnose(model); "
+                "each process needs a watch of its own"
+            )
+        if self._due and self._due[0] > self.steps:
+            ended = f"it ended after {self.steps} steps, and before those to be looked at"
+            return f"{ended}: give smaller numbers"
+        if not self._models:
+            return "what the optimizer steps is in no module, or its module was not called"
+        return "no backward has begun, as where torch.func computes the gradients"
 
     @guarded
     def backward_begins(self, losses: list[Tensor]) -> None:
@@ -301,7 +314,8 @@ class TrainingWatch(Training, Observer):
             self._still = [x for x in self._still if x.dtype.itemsize < 4]
         still = still_in(shadow, every)
         self._still += [x for x in still if not _is_compensated(x, self.optimizers)]
-        self.report.ops += len(shadow.ops)
+        if any(op.phase == "backward" for op in shadow.ops.values()):
+            self.report.ops += len(shadow.ops)
         self._without_twin += shadow.without_twin
 
     def _name_states(self, shadow: Shadow, others: list[nn.Module]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch.distributed
 
 import amp
+from amp.diagnosis.findings import Report
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.terminal.progress import Progress
 from amp.trials.injecting import AS_IS
@@ -91,12 +92,9 @@ class Script:
             found = self._seen(job | {"scale": found["scale"]})
         self.traceback, self.warnings = found["traceback"], list(dict.fromkeys(found["warnings"]))
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
-        if not found["has_begun"] and found["made"]:
-            why = f" ({found['error']})" if found["error"] else ""
-            raise AmpRuntimeError(
-                f"the script ended after {found['made']} steps, and before those to be looked at{why}: "
-                "give smaller numbers to --at"
-            )
+        if not found["has_begun"] and found["made"] and isinstance(found["seen"], Report):
+            failed = f" (the script failed: {found['error']})" if found["error"] else ""
+            raise AmpRuntimeError(f"nothing was watched: {found['seen'].why_nothing}{failed}")
         if not found["has_begun"] and not found["error"]:
             raise AmpRuntimeError(
                 "the script trains nothing: it never called amp.initialize, and stepped no "

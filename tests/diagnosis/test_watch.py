@@ -658,15 +658,60 @@ def test_a_device_or_an_older_mode_does_not_keep_it_from_watching(where: str) ->
     assert watch.report.is_healthy, str(watch.report)
 
 
-def test_nothing_is_not_healthy() -> None:
-    with amp.watch() as watch:
-        pass
-    assert not watch.report.is_healthy
-    assert "nothing was watched: no optimizer was made" in str(watch.report)
-    with amp.watch() as watch, AMode():
+def evaluate() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    model(torch.ones(2, 4))
+    assert optimizer.state == {}
+
+
+def step_by_jvp() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    weights = {name: x.detach() for name, x in model.named_parameters()}
+
+    def loss_of(weights: Any) -> Any:
+        return torch.func.functional_call(model, weights, torch.ones(2, 4)).pow(2).mean()
+
+    along = {name: torch.randn_like(x) for name, x in weights.items()}
+    _, slope = torch.func.jvp(loss_of, (weights,), (along,))
+    for name, x in model.named_parameters():
+        x.grad = slope * along[name]
+    optimizer.step()
+
+
+def step_without_a_module() -> None:
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], 1e-3)
+    weight.pow(2).mean().backward()
+    optimizer.step()
+
+
+def step_under_a_mode() -> None:
+    with AMode():
         step_once()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of torch.func.jvp
+@pytest.mark.parametrize(
+    ("train", "at", "why"),
+    [
+        (lambda: None, 1, "no optimizer of torch has stepped here: put steps by hand into"),
+        (evaluate, 1, "no optimizer of torch has stepped here"),
+        (step_under_a_mode, 1, "the mode AMode was open"),
+        (step_once, 9, "it ended after 3 steps, and before those to be looked at: give smaller"),
+        (step_without_a_module, 1, "what the optimizer steps is in no module"),
+        (step_by_jvp, 1, "no backward has begun, as where torch.func computes the gradients"),
+    ],
+)
+def test_nothing_is_not_healthy(train: Callable[[], None], at: int, why: str) -> None:
+    with amp.watch(at=[at]) as watch:
+        train()
     assert not watch.report.is_healthy
-    assert "nothing was watched: the mode AMode was open" in str(watch.report)
+    assert f"nothing was watched: {why}" in str(watch.report)
+
+
+def test_a_diagnosis_of_nothing_is_not_healthy() -> None:
     with amp.diagnose(nn.Linear(1, 1)) as report:
         pass
     assert not report.is_healthy

@@ -71,9 +71,8 @@ def test_what_a_script_does_is_reported(tmp_path: Path, what: str) -> None:
     assert "healthy: nothing found" in found.stdout
 
 
-@pytest.mark.parametrize("end", ["sys.exit(3)", "raise ValueError('no')"])
-def test_a_script_that_fails_after_its_steps_keeps_its_report(tmp_path: Path, end: str) -> None:
-    (tmp_path / "train.py").write_text(f"{WITHOUT_AMP}\n{end}\n")
+def test_a_script_that_fails_after_its_steps_keeps_its_report(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(f"{WITHOUT_AMP}\nsys.exit(3)\n")
     found = run(doctor("doctor", "train.py"), tmp_path)
     assert found.returncode == 1, found.stderr
     assert "6 steps; it ended before step 20\nhealthy: nothing found" in found.stdout
