@@ -87,6 +87,9 @@ class Training:
     def root_called(self, model: nn.Module, args: Any) -> None:
         """A module is called from outside of any module, with these positional arguments."""
 
+    def root_returns(self, model: nn.Module) -> None:
+        """The forward of such a module has ended."""
+
     def backward_begins(self, losses: list[Tensor]) -> None:
         """A backward is about to begin."""
 
@@ -114,6 +117,8 @@ class Training:
 
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
         self._thread.depth = max(self._thread.depth - 1, 0)
+        if self._thread.depth == 0 and torch._C._current_graph_task_id() == -1:
+            self.root_returns(module)
 
     def _begin_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self.follow(optimizer)

@@ -35,7 +35,7 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
 
     The results of the step are bitwise the same as without it. A compiled model runs op by op, which
     may overflow where fused kernels do not. The host waits for the device after each op, so use it for
-    single steps: they take 20 to 45 times as long on a CPU. With several processes, every process must
+    single steps: they take 20 to 80 times as long on a CPU. With several processes, every process must
     enter and leave the block, and every report has the findings of all processes.
 
     Args:

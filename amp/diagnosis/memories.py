@@ -94,12 +94,16 @@ class Memory:
 
 
 class Memories:
-    """The memory of all tensors that were read or written, by tensor."""
+    """The memory of all tensors that were read or written, by tensor.
+
+    Attributes:
+        bytes: how many bytes of inputs are kept.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, Memory] = {}
         self._kept: deque[tuple[Op, int]] = deque()
-        self._bytes = 0
+        self.bytes = 0
 
     def __getitem__(self, x: Tensor) -> Memory:
         storage = own_part(x).untyped_storage()
@@ -178,11 +182,11 @@ class Memories:
         op.args, op.kwargs = tree_map(lambda x: values.get(id(x), x), (args, kwargs))
         op.outputs = tuple([(self[x].key, _placed_as(as_real(x))) for x in outputs])
         self._kept.append((op, sum(x.real.nbytes + x.exact.nbytes for x in values.values())))
-        self._bytes += self._kept[-1][1]
-        while self._bytes > KEPT:
+        self.bytes += self._kept[-1][1]
+        while self.bytes > KEPT:
             oldest, freed = self._kept.popleft()
             oldest.args = oldest.kwargs = None
-            self._bytes -= freed
+            self.bytes -= freed
 
 
 def inputs_of(op: Op) -> list[Value]:

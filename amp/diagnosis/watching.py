@@ -9,6 +9,8 @@ any of this never reaches the training: see `amp.diagnosis.guard`.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -27,13 +29,15 @@ from amp.diagnosis.findings import Finding, Report, grouped, one_a_rule
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.looks import COMPENSATION, Looks
 from amp.diagnosis.lost import Still
-from amp.diagnosis.memories import own_part
+from amp.diagnosis.memories import KEPT, own_part
 from amp.diagnosis.places import innermost_mode, open_modes, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
 from amp.errors import AmpValueError, brief
 from amp.observers import Observer, observing
 from amp.training.attached_optimizer import AttachedOptimizer
+
+logger = logging.getLogger("amp")
 
 AT = (1, 4, 20)
 """The steps that have a shadow."""
@@ -42,6 +46,11 @@ LONGEST = 8
 SEARCH = 20
 """For so many steps more a window begins again after a step that a dynamic loss scale has skipped."""
 
+OF_FORWARD, OF_NUMBER, BYTES = 3.5, 60, 120
+"""A watched step takes so many times as long as its forward, and for each number of the weights so many
+times as long as a product in FP64, and so many bytes."""
+MUCH_TIME, MUCH_MEMORY = 10.0, 2**30
+"""The cost is said beforehand if a step takes more seconds than this, or more bytes."""
 FIRST, GROWTH = 2, 1000
 """A loss grows if it becomes larger than the first of these by this factor."""
 _OF_GROWTH = {"range", "absorbed range", "loss", "weights", "mathematics"}
@@ -83,6 +92,7 @@ class TrainingWatch(Training, Observer):
         self._models: list[nn.Module] = []
         self._parts: list[str] = []  # of the line that says what is watched
         self._names: dict[str, None] = {}  # the classes of the optimizers
+        self._first_forward: float | None = None  # when it began; 0 when it has ended
         self._without_twin, self._tries, self._is_dynamic = 0, SEARCH, False
         self._is_ruined = self._is_explained = False
 
@@ -157,6 +167,34 @@ class TrainingWatch(Training, Observer):
             self.look(is_last=False)
         self._begin(model, args)
         self._is_empty = False
+        if self._first_forward is None and self._shadow is not None and torch.is_grad_enabled():
+            self._first_forward = time.perf_counter()
+
+    @guarded
+    def root_returns(self, model: nn.Module) -> None:
+        """Say after the first forward what the steps to be looked at cost, if that is much."""
+        shadow, weights = self._shadow, [x for each in self._models for x in each.parameters()]
+        if not self._first_forward or shadow is None or not weights:
+            return
+        numbers = sum(x.numel() for x in weights)
+        forward, self._first_forward = time.perf_counter() - self._first_forward, 0.0
+        with _disable_current_modes():
+            ones = torch.ones(min(numbers, 2**20), dtype=torch.float64, device=weights[0].device)
+            start = time.perf_counter()
+            float(ones.mul(ones)[0])
+            each = (time.perf_counter() - start) / len(ones)
+        seconds = OF_FORWARD * forward + OF_NUMBER * each * numbers
+        size = min(OF_FORWARD * shadow.memories.bytes, KEPT) + BYTES * numbers
+        if seconds > MUCH_TIME or size > MUCH_MEMORY:
+            steps = len(self._due) + 1
+            self.tell(
+                f"{steps} watched step{'s' * (steps > 1)}, about {seconds:.0f} s each, with "
+                f"{size / 2**30:.1f} GB more memory"
+            )
+
+    def tell(self, text: str) -> None:
+        """Tell the user something before the report."""
+        logger.warning(text)
 
     def watch_steps(self, at: Iterable[int]) -> None:
         """Watch other steps than before, without what was seen until now."""
@@ -409,7 +447,7 @@ def watch(at: Sequence[int] = AT) -> TrainingWatch:
 
     No model or optimizer is named: what trains is found by torch's hooks, with amp or without it. Some
     steps run twice, as they are and in FP64; in these the host waits for the device after each op, and
-    they take 20 to 45 times as long on a CPU. The results are bitwise the same as without it.
+    they take 20 to 80 times as long on a CPU. The results are bitwise the same as without it.
 
     Args:
         at: the numbers of the steps that run twice, from 1 on. The first one shows most faults; running

@@ -83,6 +83,7 @@ def main(job: str) -> None:
     if given["seed"] is not None:
         seed_random_numbers(given["seed"])
     watcher = WATCHERS[given["watcher"]](given["options"], given["needs_amp"], end)
+    watcher.tell = lambda text: os.write(given["steps"], f"# {text}\n".encode())
     with watcher, ExitStack() as stack:
         if given["injects"]:
             injected = stack.enter_context(Injected(given["level"] or AS_IS, given["scale"]))

@@ -181,12 +181,16 @@ def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, An
 
 
 def _tell_steps(process: Any, steps: int, tell: Callable[[int, int], None]) -> None:
-    """Pass on how many steps a process has made, until it ends or closes its end of the pipe."""
+    """Pass on how many steps a process has made, and what it tells, until it ends or closes its end."""
     while process.poll() is None:
         if select.select([steps], [], [], 0.2)[0]:
             if not (said := os.read(steps, 4096)):
                 break
-            tell(*map(int, said.rpartition(b"\n")[0].splitlines()[-1].split()))
+            lines = said.rpartition(b"\n")[0].decode().splitlines()
+            for line in (each for each in lines if each.startswith("#")):
+                print(line.removeprefix("# "), file=sys.stderr, flush=True)
+            for line in [each for each in lines if not each.startswith("#")][-1:]:
+                tell(*map(int, line.split()))
 
 
 _PATIENCE = timedelta(seconds=60)

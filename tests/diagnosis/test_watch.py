@@ -8,6 +8,7 @@ import inspect
 import io
 import math
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 import amp
-from amp.diagnosis import advice
+from amp.diagnosis import advice, watching
 from amp.diagnosis.places import Place, open_modes
 from tests.diagnosis import users_scripts
 from tests.diagnosis.users_scripts import FAULTS, MODELS, X, Y, healthy, net, steps
@@ -709,6 +710,27 @@ def test_nothing_is_not_healthy(train: Callable[[], None], at: int, why: str) ->
         train()
     assert not watch.report.is_healthy
     assert f"nothing was watched: {why}" in str(watch.report)
+
+
+@pytest.mark.parametrize("much", ["MUCH_TIME", "MUCH_MEMORY", "neither"])
+def test_what_a_watch_costs_is_said_after_the_first_forward_of_a_large_model(
+    much: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if much != "neither":
+        monkeypatch.setattr(watching, much, 0.0)
+    said = []
+    with amp.watch(at=[1, 2]):
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        with torch.no_grad():
+            model(torch.ones(2, 64))
+        for _ in range(3):
+            y = model(torch.ones(2, 64))
+            said.append(len(caplog.messages))
+            y.sum().backward()
+            optimizer.step()
+    assert said == [much != "neither"] * 3
+    assert all(re.match(r"2 watched steps, about \d+ s each, with 0\.0 GB", x) for x in caplog.messages)
 
 
 def test_a_diagnosis_of_nothing_is_not_healthy() -> None:

@@ -7,9 +7,11 @@ import os
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from amp.trials import scripts
 from tests.processes import ROOT, run_python
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
@@ -57,6 +59,19 @@ def run(folder: Path, end: str, *command: str) -> subprocess.CompletedProcess[st
         time.sleep(0.01)
     assert list((folder / "temporary").iterdir()) == []
     return ended
+
+
+def test_what_the_process_of_a_script_tells_is_shown_beside_its_steps(capsys: Any) -> None:
+    told: list[tuple[int, ...]] = []
+    reading, writing = os.pipe()
+    os.write(writing, b"# 3 watched steps\n1 20\n2 20\n# it is slow\n3 20\n")
+    os.close(writing)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        scripts._tell_steps(process, reading, lambda *at: told.append(at))
+        process.kill()
+    os.close(reading)
+    assert capsys.readouterr().err == "3 watched steps\nit is slow\n"
+    assert told == [(3, 20)]
 
 
 def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
