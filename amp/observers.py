@@ -22,12 +22,7 @@ class Observer:
     """The base class of observers: one method for each event of a session, which does nothing.
 
     If a method raises an error, the call of the session that caused the event raises it.
-
-    Attributes:
-        takes_half_models: whether `initialize` accepts a model with 16-bit weights.
     """
-
-    takes_half_models = False
 
     def session_begins(self, opt_level: Any, options: dict[str, Any]) -> Any:
         """A session is about to be made. Return its level; `options` may be changed."""

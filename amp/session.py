@@ -166,7 +166,6 @@ class Session:
             told = (*everywhere, *self.observers)
             for observer in told:
                 observer.initialize_begins(self, model_list)
-                allow |= observer.takes_half_models
             setup = Setup(self, model_list, optimizer_list)
             setup.check(allow)
             if not (self.models or self.attached):

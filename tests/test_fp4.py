@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 import warnings
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import amp
 from amp.casting import fp4_draws, fp8_linear
-from amp.diagnosis import Report
 from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.profiles.fp8_recipe import Fp8Recipe
 from tests.covering import covering
@@ -508,31 +506,3 @@ def test_a_module_called_module_keeps_its_name_beside_another(recipe: str) -> No
             amp.load_state_dict(state)
             assert draws() == names
         amp.get_session().close()
-
-
-# What the diagnosis says.
-
-
-def report_of_gradients(cancels: bool) -> Report:
-    torch.manual_seed(0)
-    model = nn.Sequential(*[nn.Linear(64, size, bias=False) for size in (64, 64, 8)])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O8", verbosity=0)
-    x, grad = torch.randn(64, 64), torch.randn(64, 8)
-    other = -grad + 0.02 * torch.randn(64, 8) if cancels else grad
-    with amp.diagnose(model) as report:
-        loss = (model(torch.cat([x, x])).float() * torch.cat([grad, other])).mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-    amp.get_session().close()
-    return report
-
-
-def test_gradients_that_are_small_beside_their_noise_are_named() -> None:
-    assert report_of_gradients(cancels=False).is_healthy
-    (finding,) = report_of_gradients(cancels=True).findings
-    assert finding.cause == "noise"
-    assert "less than 1.73 times the noise of their rounding" in finding.what
-    assert re.findall(r"(\w+) \(", finding.what) == ["1", "0"]
-    assert "set_fp4_forward('high')" in finding.advice
-    assert "forward: high" in finding.advice

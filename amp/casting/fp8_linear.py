@@ -353,9 +353,6 @@ class _Linear(torch.autograd.Function):
                 assert of_grad.by_column is not None
                 of_x = layer.operand(tuple(of_columns), INPUT)
                 grad_weight = scaled_mm(of_grad.by_column, of_x, weight_dtype)
-                if recipe.is_fp4 and layer.switch.note_gradient is not None:
-                    operands = of_grad.by_column, of_x
-                    layer.switch.note_gradient(layer.name, grad, *operands, bool(recipe.hadamard))
             elif needs_weight:
                 grad_weight = (grad.to(ctx.low).t() @ x.to(ctx.low)).to(weight_dtype)
         return grad_x, grad_weight, *[None] * 13

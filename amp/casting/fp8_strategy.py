@@ -5,7 +5,7 @@ reach more layers, but could not tell them apart, to skip one or to keep its ama
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +42,12 @@ class Switch:
     Attributes:
         on: whether the session is open.
         forward_is_high: whether outputs are computed in half precision.
-        note_gradient: a function that is called with gradients of weights in FP4, as `Noise.note`; or
-            None.
         has_warned: whether there was a warning that a layer does not run in FP8 under a transform.
     """
 
     def __init__(self, forward_is_high: bool = False) -> None:
         self.on = True
         self.forward_is_high = forward_is_high
-        self.note_gradient: Callable[..., None] | None = None
         self.has_warned = False
 
 

@@ -49,11 +49,6 @@ EARLIER = (
     "statistics belong in float32, and .half() and .bfloat16() cast them too."
 )
 KEEP_AVERAGES = "Keep averages in float32: average.lerp_(weight.float(), 1 - decay)."
-LESS_NOISE = (
-    "Late in a training compute outputs in 16 bits: amp.get_session().set_fp4_forward('high'), or\n"
-    "fp4: {forward: high} in the profile. Else average over a larger batch, leave the layers out by\n"
-    "skip, or set grad_weight: high."
-)
 KEEP_WIDE = "Make these numbers in float32, as by dtype=torch.float32."
 KEEP_MASTERS = (
     "Keep what training changes in float32: load the model in float32, and use torch.autocast; or\n"

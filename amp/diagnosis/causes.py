@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from amp.casting.cast_hooks import can_ruin, ruined_by_cast
-from amp.casting.fp4_noise import ENOUGH
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, classified, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
@@ -46,8 +45,6 @@ FAR, WORSE, OFF = 0.05, 10, 0.2
 it reaches a gradient that is off by more than the last."""
 PASSED = 3
 """So many ops may be between two that one function computes."""
-MANY = 16
-"""So many results of a line, each made from the one before, may add up what they round away."""
 VANISHING = 1e-3
 """A gradient smaller than this times the median of all, or a tenth of the largest, is 0 but for
 rounding, as that of a bias before a batch norm: nothing is lost with it."""
@@ -81,7 +78,7 @@ def findings_of(shadow: Shadow) -> list[Finding]:
     if penalty := _of_penalty(shadow):  # which the loss scale makes too large: once more by each factor
         found = [penalty, *(x for x in found if x[1].cause not in ("loss scale", "range"))]
     if not found:
-        found += [*_chosen_wrongly(shadow), *((0, x) for x in [*_vanished(shadow), *_noisy(shadow)])]
+        found += [*_chosen_wrongly(shadow), *((0, x) for x in _vanished(shadow))]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
 
 
@@ -116,18 +113,6 @@ def _of_unscaled_loss(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
             what = "backward() starts from a loss that is not scaled, beside one that is: the scaler "
             what += f"divides its gradients by {exact(seen.unscaled_by)} with the others"
             yield op.number, _finding(op, "order", what, "Call scaler.scale(loss).backward() for each.")
-
-
-def _noisy(shadow: Shadow) -> Iterator[Finding]:
-    """Yield a finding for layers in FP4 whose gradients are small beside their rounding's noise."""
-    small = {name: ratio for name, ratio in shadow.gradients.noise.ratios() if ratio < ENOUGH}
-    if small:
-        shown = listed([f"{name or 'the model itself'} ({ratio:.2g})" for name, ratio in small.items()])
-        what = (
-            f"gradients in FP4 are less than {ENOUGH:.3g} times the noise of their rounding, so little "
-            f"is learned from them: {shown}"
-        )
-        yield Finding("noise", what, advice.LESS_NOISE, "backward")
 
 
 def _causes(shadow: Shadow) -> list[Op]:
@@ -341,8 +326,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     found: dict[Any, tuple[int, Finding]] = {}
     in_half: list[tuple[int, Finding]] = []
     known: list[Loss] = []  # of which other ops are consequences
-    behind = ancestors(shadow.ops, [*ruined.values(), *losses])
-    for op in behind:
+    for op in ancestors(shadow.ops, [*ruined.values(), *losses]):
         before = max((shadow.ops[parent].error for parent in op.parents), default=0.0)
         if op.is_bad or op.error <= max(FAR, WORSE * before) or (is_forward and op.phase == "backward"):
             continue
@@ -356,7 +340,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
             one = replace(_of_loss(shadow, op, loss), reached=tuple(ruined))
             first = found.setdefault((one.cause, one.module, one.line), (op.number, one))
             in_half += [first] * (loss.value.real.dtype in LOW_PRECISION and first not in in_half)
-    return (in_half or list(found.values()) or _added_up(shadow, behind, tuple(ruined)))[:3]
+    return (in_half or list(found.values()))[:3]
 
 
 def _chosen_wrongly(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
@@ -370,44 +354,18 @@ def _chosen_wrongly(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
         yield op.number, replace(one, what=what)
 
 
-def _added_up(shadow: Shadow, ops: Iterable[Op], reached: tuple[str, ...]) -> list[tuple[int, Finding]]:
-    """Return findings of lines that read their own results, each a little further off than the last."""
-    begun: dict[int, tuple[Op, Counter[str]]] = {}  # by op: the first that leads to it, and how many
-    worst: dict[tuple[str, str, int], tuple[int, Finding]] = {}
-    for op in ops:
-        own = [begun[x] for x in op.parents if x in begun and shadow.ops[x].place[1:] == op.place[1:]]
-        first, before = max(own, key=lambda each: each[1].total(), default=(op, Counter[str]()))
-        begun[op.number] = first, before + Counter([op.aten])
-        times = before[op.aten] + 1
-        is_off = op.error > max(FAR, WORSE * first.error) and op.phase == "forward"
-        if times > MANY and is_off and op.gives in LOW_PRECISION:
-            what = (
-                f"{times} results of this line, each made from the one before, add up what "
-                f"{dtype_name(op.gives)} rounds away: the last is {op.error:.0%} off"
-            )
-            todo = advice.keep_wide(op.place, shadow.properties)
-            one = replace(_finding(op, "rounding", what, todo), reached=reached)
-            worst[op.place[1:]] = op.number, one
-    return list(worst.values())
-
-
 def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:
-    """Return what stood still in 16 bits, and in more if nothing else was found.
+    """Return what stood still in 16 bits, and wide weights if nothing else was found.
 
-    Wide weights count if half of all stand still: a bias before a batch norm has a gradient of 0, but
-    for rounding. Their decay does not: it is often smaller than the last digit, which does no harm. Nor
-    do wide buffers, which may have converged.
+    These count if half of all stand still: a bias before a batch norm has a gradient of 0, but for
+    rounding. Their decay does not: it is often smaller than the last digit, which does no harm.
     """
     still = list(shadow.lost.still.values())
     narrow = [x for x in still if x.dtype.itemsize < 4]
-    if findings:
-        return narrow
-    wide = [x for x in still if x.dtype.itemsize >= 4 and not x.is_decay and x.owned.kind != "buffer"]
-    weights = [x for x in wide if x.owned.kind == "weight"]
+    wide = [x for x in still if x.dtype.itemsize >= 4 and x.owned.kind == "weight" and not x.is_decay]
     trained = sum(p.numel() for name, p in shadow.named_parameters() if name in shadow.gradients.known)
-    if sum(x.share * x.numbers for x in weights) > MOSTLY * trained:
-        return narrow + wide
-    return narrow + [x for x in wide if x.owned.kind != "weight" and x.is_small]
+    is_most = not findings and sum(x.share * x.numbers for x in wide) > MOSTLY * trained
+    return narrow + wide if is_most else narrow
 
 
 def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:

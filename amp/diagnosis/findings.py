@@ -27,25 +27,13 @@ CAUSES = {
     "still": "numbers that a step was to change stayed as they were, since the change is too small",
     "buffer": "a cast has rounded a buffer",
     "loss": "a loss is not finite in a step that was not looked at",
-    "loss dtype": "the loss has 16 bits",
-    "state": "the optimizer's state has 16 bits",
-    "noise": "the gradients of layers in FP4 are small beside the noise of their rounding",
-    "headroom": "a number is close to the largest of the format",
     "mask": "a constant is too large for the format",
     "fails": "what runs in FP32 raises at this level",
     "unchecked": "gradients are not checked before a step",
     "tied": "modules share a weight, and rules do not treat them alike",
-    "cast before initialize": "weights were rounded to 16 bits before there were masters",
 }
-"""The kinds of cause, by their stable names. The last seven are from `amp.check` and `reamp doctor`;
+"""The kinds of cause, by their stable names. The last four are from `amp.check` and `reamp doctor`;
 `amp.diagnose` reports only `unchecked` of them."""
-
-REMARKS = {
-    "alignment": "a size that tensor cores do not like",
-    "round trip": "casts that undo each other",
-    "share": "most of the work is not in half precision",
-}
-"""The kinds of remark about speed in `amp.check`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +41,7 @@ class Finding:
     """One thing that went wrong.
 
     Attributes:
-        cause: one of `CAUSES`, or one of `REMARKS`.
+        cause: one of `CAUSES`.
         what: one sentence with the numbers.
         advice: what to do.
         phase: `forward`, `backward`, or `recompute` of an activation checkpoint.

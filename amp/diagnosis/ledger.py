@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,27 +16,6 @@ from amp.diagnosis.memories import Memories
 from amp.diagnosis.places import Place, file_of_caller
 from amp.diagnosis.records import CASTS, UNWRITTEN
 from amp.diagnosis.twins import floats_in
-
-_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution", "_slow_conv2d_forward")
-
-
-class Product(NamedTuple):
-    """A matrix product, a convolution or an attention.
-
-    Attributes:
-        place: where it was called.
-        dtype: the dtype of the factors.
-        flops: floating-point operations; a multiplication with an addition counts as two.
-        sizes: rows, inner dimension and columns of a matrix product; input and output channels of a
-            convolution; empty for an attention.
-        is_plain: whether it is a product of two matrices, and not of batches of matrices.
-    """
-
-    place: Place
-    dtype: torch.dtype
-    flops: int
-    sizes: tuple[int, ...]
-    is_plain: bool
 
 
 class Call(NamedTuple):
@@ -65,20 +43,20 @@ class Ledger:
     Attributes:
         is_open: whether such a forward runs.
         ops: how many ops there were.
-        products: the matrix products, convolutions and attentions, in order.
+        products: the floating-point operations of matrix products, convolutions and attentions, by the
+            dtype of the factors; a multiplication with an addition counts as two.
         calls: the calls of torch functions with a floating result, in order.
         casts: how many casts of activations from one floating dtype to another there were.
         cast_bytes: how many bytes these read and wrote.
-        undone: how many of them undid the one before, by place.
     """
 
     def __init__(self, memories: Memories) -> None:
         self.is_open = False
         self.ops = self.casts = self.cast_bytes = 0
-        self.products: list[Product] = []
+        self.products = Counter[torch.dtype]()
         self.calls: list[Call] = []
-        self.undone = Counter[Place]()
         self._memories = memories
+        self._last: tuple[Place, torch.dtype] | None = None  # of the last product, and of its factors
         self._in_fp8: dict[str, Any] = {}
         self._cast_by_amp: dict[int, tuple[Tensor, torch.dtype]] = {}  # results of casts, dtypes before
 
@@ -103,23 +81,21 @@ class Ledger:
             module = self._in_fp8.get(place.module)
             if module is not None and module._amp_fp8.forward_is_fp4(module.training):
                 dtype = _FLOAT4
-            is_plain = aten in ("mm", "addmm", "_scaled_mm")
-            self.products.append(Product(place, dtype, flops, tuple(_sizes(aten, args)), is_plain))
+            self.products[dtype] += flops
+            self._last = place, dtype
         if not func.is_view and (inputs or outputs):
             self.ops += aten not in UNWRITTEN
-            before = self._memories[inputs[-1]].before if inputs else None
             for y in outputs:
                 self._memories[y].before = None
             if aten in CASTS and inputs and outputs and inputs[-1].dtype is not outputs[0].dtype:
-                self._note_cast(place, inputs[-1], outputs[0], before)
+                self._note_cast(inputs[-1], outputs[0])
 
-    def _note_cast(self, place: Place, x: Tensor, y: Tensor, before: torch.dtype | None) -> None:
+    def _note_cast(self, x: Tensor, y: Tensor) -> None:
         self._memories[y].before = x.dtype
         is_held = self._memories[x].owned.kind in ("weight", "buffer")
         if not (is_held or _is_eighth(x.dtype) or _is_eighth(y.dtype)):
             self.casts += 1
             self.cast_bytes += x.nbytes + y.nbytes
-            self.undone[place] += before is y.dtype and place.module not in self._in_fp8
 
     def call_ends(
         self, place: Place, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -139,9 +115,9 @@ class Ledger:
 
     def _note_fp8(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
         """Record the call of a layer that amp runs in FP8."""
-        if self.is_open and self.products and self.products[-1].place.module == name:
-            place = self.products[-1].place._replace(op="torch.nn.functional.linear")
-            takes = (args[0].dtype, self.products[-1].dtype)
+        if self.is_open and self._last is not None and self._last[0].module == name:
+            place = self._last[0]._replace(op="torch.nn.functional.linear")
+            takes = (args[0].dtype, self._last[1])
             self.calls.append(Call(place, nn.functional.linear, takes, (output.dtype,)))
 
 
@@ -164,13 +140,3 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         count: Any = sdpa_flop_count
         return int(count(*[x.shape for x in args[:3]]))
     return 0
-
-
-def _sizes(aten: str, args: tuple[Any, ...]) -> Iterable[int]:
-    """Return the sizes that tensor cores want aligned: of a product, or a convolution's channels."""
-    if aten in _CONVOLUTIONS:
-        return args[0].shape[1], args[1].shape[0]
-    if aten in ("mm", "bmm", "addmm", "baddbmm", "_scaled_mm"):
-        first, second = args[1:3] if "add" in aten else args[:2]
-        return *first.shape[-2:], second.shape[-1]
-    return ()

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.casting.fp4_noise import Noise
 from amp.diagnosis.memories import Memories, own_part
 from amp.diagnosis.places import Place, is_called_by_amp
 from amp.diagnosis.records import Gradient
@@ -32,7 +31,6 @@ class SeenGradients:
         unscaled: for each parameter whose gradient a gradient scaler unscales, the number of the op
             that has made it.
         unscaled_by: the scale that a gradient scaler has taken away, which is not known before; or 1.
-        noise: the gradients of layers in FP4, and their noise.
     """
 
     def __init__(self, memories: Memories, open_scale: Callable[[], Tensor | None]) -> None:
@@ -42,7 +40,6 @@ class SeenGradients:
         self.scale, self.scales = 1.0, set[float]()
         self.unscaled: dict[str, int] = {}
         self.unscaled_by = 1.0
-        self.noise = Noise()
         self._memories, self._open_scale = memories, open_scale
 
     @property

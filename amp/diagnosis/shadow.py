@@ -146,9 +146,6 @@ class Shadow(Observer):
             for name, module in modules_of(self.models).items():
                 if "_amp_fp8" in vars(module):
                     stack.callback(self.ledger.follow_fp8(name, module).remove)
-                    switch = vars(module)["_amp_fp8"].switch
-                    stack.callback(setattr, switch, "note_gradient", switch.note_gradient)
-                    switch.note_gradient = functools.partial(self._unseen, self.gradients.noise.note)
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))

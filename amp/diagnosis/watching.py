@@ -3,17 +3,20 @@
 Some steps of the training have a shadow. The first window begins when the first optimizer is made,
 since masks, positions and noise come before a forward; later ones begin with a forward, since warm-ups
 and moments show late. A window ends with the first forward after all optimizers have stepped, so that
-averages of weights are in it. All steps are looked at cheaply: see `amp.diagnosis.looks`. An error in
-any of this never reaches the training: see `amp.diagnosis.guard`.
+averages of weights are in it. All steps are looked at cheaply, without a shadow: at the order of calls,
+and at buffers that a cast has rounded. An error in any of this never reaches the training: see
+`amp.diagnosis.guard`.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -22,18 +25,20 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
+from amp.diagnosis import advice
 from amp.diagnosis.attaching import Training, described, models_in_memory, optimizers_of
 from amp.diagnosis.causes import findings_of, stands_still, still_in
 from amp.diagnosis.diagnose import open_scale, prefixed
-from amp.diagnosis.findings import Finding, Report, grouped, one_a_rule
+from amp.diagnosis.findings import Finding, Report, exact, grouped, one_a_rule
 from amp.diagnosis.guard import Unfollowed, guarded
-from amp.diagnosis.looks import COMPENSATION, Looks
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import KEPT, own_part
-from amp.diagnosis.places import innermost_mode, open_modes, unwrapped
+from amp.diagnosis.places import innermost_mode, open_modes, unwrapped, user_line
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
+from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpValueError, brief
+from amp.names import unwrapped_name
 from amp.observers import Observer, observing
 from amp.training.attached_optimizer import AttachedOptimizer
 
@@ -56,6 +61,36 @@ FIRST, GROWTH = 2, 1000
 _OF_GROWTH = {"range", "absorbed range", "loss", "weights", "mathematics"}
 """Causes of what grows without end."""
 _RUINED = ", weights became inf or NaN"
+_COMPENSATION = re.compile("kahan|compensation")
+"""In the names of optimizer state that has what the weights have lost."""
+
+
+@dataclass(eq=False)
+class Rounded:
+    """A buffer that a cast has rounded.
+
+    Attributes:
+        module: its module.
+        name: its name there.
+        tensor: the buffer, as it is after the cast.
+        exact: what it was before.
+        version: how often torch had counted a write to it then.
+        finding: what is said of it.
+    """
+
+    module: weakref.ref[nn.Module]
+    name: str
+    tensor: Tensor
+    exact: Tensor
+    version: int
+    finding: Finding
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether the script has neither set it anew nor written to it: only then its loss matters."""
+        module = self.module()
+        is_there = module is not None and module._buffers.get(self.name) is self.tensor
+        return is_there and self.tensor._version == self.version
 
 
 class TrainingWatch(Training, Observer):
@@ -69,12 +104,9 @@ class TrainingWatch(Training, Observer):
         steps: how many steps the first optimizer has made.
     """
 
-    takes_half_models = True
-
     def __init__(self, at: Sequence[int] = AT) -> None:
         super().__init__()
         self.unfollowed = Unfollowed()
-        self._looks = Looks(self)
         self.report, self.steps = Report(unfollowed=self.unfollowed), 0
         self._at, self._due = set(at), sorted(at)
         self._first: int | None = None  # the id of the optimizer whose steps are counted
@@ -95,6 +127,12 @@ class TrainingWatch(Training, Observer):
         self._first_forward: float | None = None  # when it began; 0 when it has ended
         self._without_twin, self._tries, self._is_dynamic = 0, SEARCH, False
         self._is_ruined = self._is_explained = False
+        self._has_scaler = False  # of torch's
+        self._scaled_by: Tensor | None = None  # the factor that a scaler has left in the gradients
+        self._in_float16 = False  # whether autocast computes in it
+        self._is_stale = False  # whether weights have changed since autocast's cache was empty
+        self._rounded: list[Rounded] = []
+        self._noted: dict[tuple[str, str], Finding] = {}  # by cause and advice
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -113,7 +151,7 @@ class TrainingWatch(Training, Observer):
         """What is watched, in one line."""
         if not self._parts:
             return "no optimizer was made"
-        scaler = "a GradScaler" if self._looks.has_scaler else "no GradScaler"
+        scaler = "a GradScaler" if self._has_scaler else "no GradScaler"
         counted = f"{self.steps} step{'s' * (self.steps != 1)}" + self._is_ruined * _RUINED
         parts = [*self._parts, *self._names, scaler, counted]
         lost = self._without_twin
@@ -125,6 +163,11 @@ class TrainingWatch(Training, Observer):
         ):
             said += f"; {text} {', '.join(map(str, steps))}" if steps else ""
         return said
+
+    @property
+    def _attached(self) -> list[AttachedOptimizer]:
+        """The optimizers that have been through `initialize`."""
+        return list(filter(None, map(AttachedOptimizer.of, self.optimizers)))
 
     @property
     def is_watching(self) -> bool:
@@ -159,7 +202,7 @@ class TrainingWatch(Training, Observer):
         is_inside = self._shadow is not None and self._mode is not innermost_mode()
         if peek_interpreter_stack() is not None or is_inside:
             return  # vmap and grad put tensors of their own into modules; modes are left in order
-        self._looks.root_called(model)
+        self._look_at_autocast(model)
         for optimizer in optimizers_of(model) if not self.optimizers else ():
             self.follow(optimizer)
         has_all = set(map(id, self.optimizers)) <= self._stepped.keys()
@@ -214,7 +257,7 @@ class TrainingWatch(Training, Observer):
         if modes := [mode for mode in open_modes() if mode not in self._modes_before]:
             self._hindered_by = type(modes[-1]).__name__
             return
-        sessions = {one.owner for one in self._looks.attached}
+        sessions = {one.owner for one in self._attached}
         own = [model for session in sessions for model in session.live_models()]
         trained, others = models_in_memory(self.optimizers)
         around = [x for x in trained if not any(each in own for each in x.modules())]
@@ -233,7 +276,7 @@ class TrainingWatch(Training, Observer):
         self._stepped.clear()
         self._is_empty = True
         self._name_states(shadow, others)
-        for rounded in self._looks.rounded:
+        for rounded in self._rounded:
             if rounded.is_as_it_was:
                 shadow.memories.put(rounded.tensor, rounded.exact)
         if called is not None and called in self._models:  # its own hooks are not called any more
@@ -241,8 +284,7 @@ class TrainingWatch(Training, Observer):
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
 
     def _scale(self) -> Any:
-        scaled_by = self._looks.scaled_by
-        return open_scale(self._looks.attached) if scaled_by is None else scaled_by
+        return open_scale(self._attached) if self._scaled_by is None else self._scaled_by
 
     def _drop(self) -> Shadow | None:
         """Close a window, and return its shadow."""
@@ -265,8 +307,10 @@ class TrainingWatch(Training, Observer):
         """
         if (shadow := self._drop()) is not None:
             self.window_ends(shadow)
-        buffers, others = self._looks.found_in(self._models)
-        still = stands_still(self._still, bool(self._looks.attached))
+        # A scaler may have been used only after this was noted, as in a GAN.
+        noted = [x for x in self._noted.values() if x.cause != "loss scale" or not self._has_scaler]
+        others = sorted(noted, key=lambda x: x.phase)
+        still = stands_still(self._still, bool(self._attached))
         losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
         first, last = [], [*losses, *others]
@@ -276,8 +320,17 @@ class TrainingWatch(Training, Observer):
             first = [*(x for x in others if x.cause == "order"), *losses]
             last = [x for x in others if x not in first]
         self.report.why_nothing = self._why_nothing()
-        found = [*first, *buffers, *seen, *still, *last]
+        found = [*first, *self._rounded_buffers(), *seen, *still, *last]
         self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)
+
+    def _rounded_buffers(self) -> list[Finding]:
+        named = (each for model in self._models for each in model.named_modules())
+        paths = {id(module): unwrapped_name(name) for name, module in named}
+        return [
+            replace(one.finding, module=paths[id(one.module())])
+            for one in self._rounded
+            if one.is_as_it_was and id(one.module()) in paths
+        ]
 
     def _why_nothing(self) -> str:
         """Return why no op was seen, if none was."""
@@ -303,7 +356,6 @@ class TrainingWatch(Training, Observer):
 
         The host does not wait.
         """
-        self._looks.backward_begins(losses)
         scale = self._scale()
         self._backwards += 1
         with _disable_current_modes():  # a shadow sees no ops of this
@@ -338,7 +390,7 @@ class TrainingWatch(Training, Observer):
     @guarded
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
-        is_dynamic = self._is_dynamic or self._looks.has_scaler
+        is_dynamic = self._is_dynamic or self._has_scaler
         every = findings_of(shadow)
         found = [x for x in every if x.cause != "loss scale" or not is_dynamic]
         if not found and shadow.gradients.bad and self._tries:
@@ -370,29 +422,68 @@ class TrainingWatch(Training, Observer):
             for name, x in model.named_parameters():
                 shadow.memories.own("average", name, x)
 
-    # Events that only the cheap looks are at.
+    # Cheap looks at every step.
+
+    def _note(self, cause: str, phase: str, what: str, todo: str) -> None:
+        if (cause, todo) not in self._noted:
+            file, line = user_line(in_packages=False)
+            self._noted[cause, todo] = Finding(cause, what, todo, phase, file=file, line=line)
+
+    def _look_at_autocast(self, model: nn.Module) -> None:
+        """Look whether autocast computes in float16."""
+        device = next((x.device.type for x in model.parameters()), "cpu")
+        if torch.is_autocast_enabled(device) and torch.is_grad_enabled():
+            self._in_float16 |= torch.get_autocast_dtype(device) is torch.float16
+            if self._is_stale:
+                what = "a forward runs in the autocast block in which optimizer.step() has run before: "
+                what += "it takes the weights of before the step, whose casts autocast keeps"
+                todo = "Leave the autocast block in each step, or pass cache_enabled=False to it."
+                self._note("order", "forward", what, todo)
 
     @guarded
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Look for a gradient scaler that is missing, or passed over."""
-        self._looks.optimizer_steps(optimizer)
+        scale = 1.0 if self._scaled_by is None else float(self._scaled_by)
+        if scale != 1.0 and not self.is_in_scaler:
+            what = f"optimizer.step() takes gradients that are scaled by {exact(scale)}"
+            todo = "Call scaler.step(optimizer) in its place, and scaler.update() after it."
+            self._note("order", "step", what, todo)
+        params = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        devices = {p.device.type for p in params if p.dtype is torch.float32}
+        has_cache = torch.is_autocast_cache_enabled() and not self._attached
+        self._is_stale |= has_cache and any(map(torch.is_autocast_enabled, devices))
+        dtypes = {p.grad.dtype for p in params if p.grad is not None}
+        is_half = torch.float16 in dtypes or (self._in_float16 and bool(dtypes))
+        if is_half and not self._has_scaler and not self._attached:
+            what = "gradients are computed in float16, and no GradScaler scales the loss: those below "
+            self._note("loss scale", "step", f"{what}6e-8 are 0", advice.scale_loss(None))
 
     @guarded
     def autocast_left(self) -> None:
         """Note that no cast of weights is kept."""
-        self._looks.autocast_left()
+        self._is_stale = False
 
     @guarded
     def module_cast(self, module: nn.Module, before: dict[str, Tensor]) -> None:
         """Look for buffers that a cast has rounded."""
-        self._looks.module_cast(module, before)
+        for name, old in before.items():
+            new = module._buffers.get(name)
+            if new is None or new.dtype not in LOW_PRECISION:
+                continue
+            for one in self._rounded:
+                if one.tensor is old:  # it has moved to another device
+                    one.tensor, one.exact, one.version = new, one.exact.to(new.device), new._version
+            there = old.to(new.device)
+            if old.dtype.itemsize > 2 and bool((new.to(old.dtype) != there).any()):
+                found = _of_rounding(module, name, there, new)
+                one = Rounded(weakref.ref(module), name, new, there, new._version, found)
+                self._rounded.append(one)
 
     # Counting steps.
 
     @guarded
     def optimizer_stepped(self, optimizer: Optimizer) -> None:
         """Count a step, unless it is one of amp's or of a gradient scaler, which may skip it."""
-        self._looks.optimizer_stepped(optimizer)
         if AttachedOptimizer.of(optimizer) is None and not self.is_in_scaler:
             self._count(optimizer)
 
@@ -405,7 +496,8 @@ class TrainingWatch(Training, Observer):
     @guarded
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Count a step of a gradient scaler, taken or skipped."""
-        self._looks.scaler_called(name, scaler, given)
+        self._has_scaler = True
+        self._scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None
         if name == "step":
             self._count(given)
 
@@ -415,6 +507,19 @@ class TrainingWatch(Training, Observer):
         if self._shadow is not None:
             self._stepped[id(optimizer)] += 1
         self._names[type(optimizer).__name__] = None
+
+
+def _of_rounding(module: nn.Module, name: str, before: Tensor, after: Tensor) -> Finding:
+    """Return the finding of a buffer that a script has cast."""
+    off = (after.to(before.dtype) - before).abs()
+    most = float((off / before.abs().clamp_min(torch.finfo(torch.float32).tiny)).max())
+    what = f"a cast to {dtype_name(after.dtype)} has rounded the buffer '{name}' of "
+    what += f"{type(module).__name__}, by up to {most:.2%}"
+    todo = f"Keep it in float32: set module.{name} again after the cast, or compute it in the forward."
+    if not before.dim():
+        todo = "Make it a Python number: one float32 number leaves ops with 16-bit tensors in 16 bits."
+    file, line = user_line(in_packages=False)
+    return Finding("buffer", what, todo, file=file, line=line)
 
 
 def _of_unseen(first_steps: Iterable[Tensor]) -> list[Finding]:
@@ -432,10 +537,10 @@ def _of_unseen(first_steps: Iterable[Tensor]) -> list[Finding]:
 def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:
     """Whether an optimizer keeps what a weight has lost, as in Kahan's sums."""
     if still.owned.kind == "moment":
-        return COMPENSATION.search(still.owned.name) is not None
+        return _COMPENSATION.search(still.owned.name) is not None
     x = still.owned.tensor
     states = [each.state[x] for each in optimizers if x is not None and x in each.state]
-    return any(COMPENSATION.search(name) for state in states for name in state)
+    return any(_COMPENSATION.search(name) for state in states for name in state)
 
 
 def watch(at: Sequence[int] = AT) -> TrainingWatch:

@@ -37,7 +37,6 @@ class Checkup:
     Attributes:
         level: the level that was checked.
         findings: what can make numbers wrong, certain problems first.
-        remarks: what costs time.
         products: floating-point operations of matrix products, by the name of their dtype.
         casts: how many casts of activations a forward has.
         cast_bytes: how many bytes these casts read and write.
@@ -46,7 +45,6 @@ class Checkup:
 
     level: str
     findings: list[Finding] = field(default_factory=list)
-    remarks: list[Finding] = field(default_factory=list)
     products: dict[str, int] = field(default_factory=dict)
     casts: int = 0
     cast_bytes: int = 0
@@ -54,7 +52,7 @@ class Checkup:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether a forward was seen, and there are no findings. Remarks do not count."""
+        """Whether a forward was seen, and there are no findings."""
         return self.ops > 0 and not self.findings
 
     def __str__(self) -> str:
@@ -62,7 +60,6 @@ class Checkup:
         lines = [said_of(self.findings[:_SHOWN]) or f"{nothing} at {self.level}"]
         if len(self.findings) > _SHOWN:
             lines.append(f"and {len(self.findings) - _SHOWN} more findings")
-        lines += [f"remark: {remark}" for remark in self.remarks[:_SHOWN]]
         total = sum(self.products.values())
         shares = ", ".join(f"{flops / total:.0%} {dtype}" for dtype, flops in self.products.items())
         lines.append(
@@ -91,11 +88,9 @@ def check(
     to check one, use `amp.diagnose` or `python -m amp doctor`. The host waits for the device after each
     op.
 
-    Findings are: constants that become 0 or inf, integers and masks that a cast changes, numbers larger
-    than a quarter of float16's maximum, rows that are masked entirely, a forward that fails only at the
-    level, weights in 16 bits before `initialize`, a static scale without a check of gradients, and tied
-    weights with different rules. Remarks are about speed: sizes that do not suit tensor cores, casts
-    that undo each other, and too little work in half precision; and about the noise of FP4.
+    Findings are: constants that become 0 or inf, integers and masks that a cast changes, numbers that
+    are too large, rows that are masked entirely, a forward that fails only at the level, a static
+    scale without a check of gradients, and tied weights with different rules.
 
     Args:
         model: a model before `initialize`, or one that it returned, wrapped or not.
@@ -106,14 +101,14 @@ def check(
 
     Raises:
         AmpTypeError: `model` is not a module, or does not take the batch.
-        AmpValueError: `opt_level` is missing, or is given for a model that has a level.
+        AmpValueError: `opt_level` is missing, or is given for a model that has a level; or weights are
+            in 16 bits before `initialize`.
         Exception: an error that the forward raises in FP32 too.
     """
     with a_forward(model, batch, opt_level, overrides, "amp.check") as (session, replay):
         subject, shadow = replay.models[""], Shadow(replay.models)
-        found = list(hazards.before_initialize([model])) if subject is not unwrapped(model) else []
         is_checked = bool(session.properties.loss_scaling.check)
-        found += hazards.of_properties(session.properties, subject, is_checked)
+        found = list(hazards.of_properties(session.properties, subject, is_checked))
         try:
             shadow.gradients.note_results(replay.watched_by(shadow))
         except AmpError:
@@ -125,21 +120,14 @@ def check(
             found.append(hazards.of_failure(shadow, str(error), type(error).__name__))
         else:
             found += hazards.merged(findings_of(shadow), shadow)
-    checkup = checkup_of(shadow, str(session.properties.opt_level or "this profile"), one_a_rule(found))
-    checkup.remarks[:0] = hazards.unseen(session.properties)
-    return checkup
+    return checkup_of(shadow, str(session.properties.opt_level or "this profile"), one_a_rule(found))
 
 
 def checkup_of(shadow: Shadow, level: str, findings: Sequence[Finding]) -> Checkup:
     """Return findings, and what a shadow knows of the forwards that it has seen."""
-    ledger, flops = shadow.ledger, hazards.flops_of(shadow.ledger.products)
-    return Checkup(
-        level,
-        list(findings),
-        list(hazards.remarks(ledger, shadow.properties)),
-        {dtype_name(dtype): count for dtype, count in flops.most_common()},
-        *(ledger.casts, ledger.cast_bytes, ledger.ops),
-    )
+    ledger = shadow.ledger
+    products = {dtype_name(dtype): count for dtype, count in ledger.products.most_common()}
+    return Checkup(level, list(findings), products, ledger.casts, ledger.cast_bytes, ledger.ops)
 
 
 @contextmanager
@@ -177,7 +165,7 @@ def a_forward(
             subject = _copied(subject, caller)
             level: Any = opt_level
             session = stack.enter_context(Session(level, verbosity=0, **overrides))
-            session.initialize(subject, allow_incoming_model_not_fp32=True)
+            session.initialize(subject)
         yield (
             session,
             Replay(torch.enable_grad()(lambda: subject(*args, **kwargs)), {"": subject}, session),

@@ -55,11 +55,6 @@ class ScriptWatch(TrainingWatch):
         """Whether anything is trained, at the level if one was asked for."""
         return self._session is not None or (bool(self._models) and not self._needs_amp)
 
-    def initialize_begins(self, session: Session, models: Sequence[nn.Module]) -> None:
-        """Check for weights that are in 16 bits already."""
-        super().initialize_begins(session, models)
-        self._found += hazards.before_initialize(models)
-
     def initialize_ends(
         self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
     ) -> None:

@@ -141,24 +141,6 @@ def test_a_rounded_buffer_around_the_model_that_is_called() -> None:
     assert "the buffer 'bins' of Bins" in str(watch.report)
 
 
-def test_state_in_16_bits_beside_weights_in_float32() -> None:
-    model = net()
-
-    class HalfMomentum(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p].setdefault("m", torch.zeros_like(p, dtype=BF16))
-                state.mul_(0.5).add_(p.grad)
-                p.data.add_(state, alpha=-0.1)
-
-    with amp.watch(at=[1]) as watch:
-        optimizer = HalfMomentum(model.parameters(), {})
-        for _ in steps(optimizer):
-            F.cross_entropy(model(X), Y).backward()
-    (found,) = [x for x in watch.report.findings if x.cause == "state"]
-    assert found.advice == "Keep the optimizer's state in float32."
-
-
 @pytest.mark.parametrize("at", [1, 2])
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_coordinates_that_a_level_casts_are_excepted(level: str, at: int) -> None:

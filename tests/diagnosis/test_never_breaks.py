@@ -15,7 +15,6 @@ import amp
 from amp.diagnosis import arming, diagnose, watching
 from amp.diagnosis.guard import guarded
 from amp.diagnosis.ledger import Ledger
-from amp.diagnosis.looks import Looks
 from amp.diagnosis.lost import Lost
 from amp.diagnosis.memories import Memories
 from amp.diagnosis.places import Places, open_modes
@@ -23,7 +22,7 @@ from amp.diagnosis.seen_gradients import SeenGradients
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.watching import TrainingWatch
 
-CLASSES = (Shadow, Memories, Lost, Ledger, SeenGradients, Places, Looks, TrainingWatch)
+CLASSES = (Shadow, Memories, Lost, Ledger, SeenGradients, Places, TrainingWatch)
 THEIRS = {"__init__", "__enter__", "__exit__", "run", "watch_steps", "call"}
 """Called by the user, or pass on what the user has called."""
 

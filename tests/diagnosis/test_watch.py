@@ -524,26 +524,6 @@ def test_of_values_that_the_format_does_not_hold_the_first_is_named(is_cured: bo
         assert "it shows at torch.sin" in found.what
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_rounding_that_a_loop_adds_up_is_found(dtype: torch.dtype) -> None:
-    """No op of it is much worse than its inputs."""
-    model = net()
-    with amp.watch(at=[1]) as watch:
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-        for _ in steps(optimizer):
-            loss, total = model(X).square().mean(), torch.zeros((), dtype=dtype)
-            for _ in range(400):
-                total = total + loss.to(dtype)
-            added_at = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
-            (total.float() - 300 * loss.detach()).square().backward()
-    found = [x for x in watch.report.findings if x.cause == "rounding"]
-    if dtype is torch.float32:
-        assert not found
-    else:
-        assert (found[0].op, found[0].line) == ("Tensor.add", added_at)
-        assert "400 results of this line" in found[0].what
-
-
 def test_of_two_roundings_before_a_difference_of_0_the_larger_one_is_named() -> None:
     """As of the ratio of two policies, which are equal in the first step."""
     model = net()
@@ -555,7 +535,7 @@ def test_of_two_roundings_before_a_difference_of_0_the_larger_one_is_named() -> 
             lost_at = inspect.currentframe().f_lineno - 1  # type: ignore[union-attr]
             ratio = torch.exp(new.float() - old)
             (ratio - 1 - (new.float() - old)).mean().backward()
-    found = [x for x in watch.report.findings if x.cause in ("rounding", "cancellation", "loss dtype")]
+    found = [x for x in watch.report.findings if x.cause in ("rounding", "cancellation")]
     assert found
     assert all("bfloat16" in x.what for x in found)
     assert f"test_watch.py:{lost_at}," in found[0].advice

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import amp
 from amp.cli import main
-from amp.diagnosis.findings import CAUSES, REMARKS
+from amp.diagnosis.findings import CAUSES
 from amp.diagnosis.records import UNWRITTEN
 from amp.diagnosis.shadow import Shadow
 from amp.errors import AmpError, AmpTypeError, AmpValueError
@@ -44,19 +44,10 @@ def causes(found: Checkup) -> list[str]:
     return [finding.cause for finding in found.findings]
 
 
-@pytest.mark.parametrize("level", ["O8", "O9"])
-def test_a_check_says_that_it_does_not_see_the_noise_of_fp4(level: str) -> None:
-    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
-    found = amp.check(model, torch.randn(64, 64), level)
-    [remark] = found.remarks
-    assert set(found.products) == {"float4_e2m1fn_x2", "bfloat16"}
-    assert (remark.cause, "amp.diagnose and reamp doctor" in remark.advice) == ("noise", True)
-
-
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5", "O6", "O7"])
 def test_a_healthy_net_has_no_findings(level: str) -> None:
     found = checked(Net(), level)
-    assert (causes(found), found.remarks) == ([], []), str(found)
+    assert causes(found) == [], str(found)
     assert str(found).startswith(f"healthy: nothing found at {level}")
     assert found.ops > 40
     assert (
@@ -81,8 +72,6 @@ def mask_of(value: float) -> Tensor:
     [
         (lambda: Net(gain=500.0), "O1", None, ("range", "torch.matmul", "blocks.1.attn")),
         (lambda: Net(gain=500.0), "O2", None, ("range", "torch.matmul", "blocks.1.attn")),
-        (lambda: Net(gain=60.0), "O1", None, ("headroom", "torch.matmul", "blocks.1.attn")),
-        (lambda: Net(gain=60.0), "O2", None, ("headroom", "torch.matmul", "blocks.1.attn")),
         (lambda: Net("exp"), "O2", None, ("range", "torch.exp", "head")),
         (lambda: Net("log"), "O2", None, ("mathematics", "torch.log", "head")),
         (
@@ -171,13 +160,6 @@ def test_a_mask_is_not_to_be_inf(value: float, becomes: str) -> None:
     assert found.advice.startswith("To mask, take x.masked_fill(mask, torch.finfo(x.dtype).min):")
 
 
-def test_weights_in_16_bits_before_initialize() -> None:
-    model = Net().half()
-    found = checked(model, "O2")
-    assert causes(found) == ["cast before initialize"]
-    assert "'blocks.0.attn.qkv.weight' is float16" in found.findings[0].what
-
-
 @pytest.mark.parametrize(
     ("level", "overrides", "expected"),
     [
@@ -218,48 +200,6 @@ def test_tied_weights_under_two_rules(level: str, rules: Any, expected: list[str
         assert "'0' has no rule; '2' has rules[0]" in found.findings[0].what
 
 
-# What costs time.
-
-
-@pytest.mark.parametrize(
-    ("model", "level", "expected"),
-    [
-        (lambda: Apply(lambda x: x, 30), "O2", ("alignment", "128 x 32 x 30: 30 is no multiple of 8")),
-        (
-            lambda: Apply(lambda x: nn.functional.linear(x[..., :12], x.new_ones(12, 12))),
-            "O2",
-            ("alignment", "128 x 12 x 12: 12 is no multiple of 8"),
-        ),
-        (lambda: Apply(lambda x: x, 30), "O0", None),
-        (lambda: Apply(lambda x: x.float().half() + x), "O2", ("round trip", "a cast undoes the one")),
-        (
-            lambda: Apply(lambda x: x.float() @ torch.ones(C, 4 * C)),
-            "O2",
-            ("share", "only 20% of the work of matrix products"),
-        ),
-    ],
-)
-def test_remarks_on_speed(
-    model: Callable[[], nn.Module], level: str, expected: tuple[str, str] | None
-) -> None:
-    found = checked(model(), level)
-    assert found.is_healthy
-    said = [(x.cause, x.what) for x in found.remarks]
-    if expected is None:
-        assert said == []
-    else:
-        assert any(cause == expected[0] and what.startswith(expected[1]) for cause, what in said), said
-        assert expected[0] in REMARKS
-
-
-def test_fp8_wants_multiples_of_16_and_as_many_tokens_as_there_are() -> None:
-    net = nn.Sequential(nn.Linear(C, 48), nn.Linear(48, 64), nn.Linear(64, 8))
-    found = amp.check(net, torch.randn(9, C), "O7", fp8={"skip": []})
-    assert found.remarks == []  # the last one is not in FP8, and 8 will do
-    found = amp.check(nn.Linear(C, 12), torch.randn(9, C), "O5")
-    assert [x.what.partition(",")[0] for x in found.remarks] == ["9 x 32 x 12: 12 is no multiple of 8"]
-
-
 def test_memory_that_nobody_has_written_is_no_number() -> None:
     with Shadow({}) as shadow:
         x = torch.empty(3).half()
@@ -283,14 +223,6 @@ def test_recurrent_layers() -> None:
     for level in ("O1", "O2", "O4"):
         assert amp.check(Classifier(), tokens, level).is_healthy
     assert "lstm" in str(amp.explain(Classifier(), tokens, opt_level="O1"))
-
-
-def test_an_image_may_have_three_channels() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 20, 3))
-    found = amp.check(net, torch.randn(2, 3, 9, 9), "O2")
-    assert [x.what for x in found.remarks] == [
-        "channels: 20 is no multiple of 8, as tensor cores want it in float16"
-    ]
 
 
 # What it leaves behind.
@@ -431,16 +363,6 @@ def test_what_a_script_does_wrong(
 
 
 @pytest.mark.slow
-def test_a_script_that_casts_before_initialize(capsys: Any, tmp_path: Path) -> None:
-    script = write(tmp_path)
-    text = Path(script).read_text().replace("net = Net()", "net = Net().half()")
-    Path(script).write_text(text)
-    found = json.loads(run(capsys, script, "--json", status=1))
-    assert [x["cause"] for x in found["findings"]] == ["cast before initialize"]
-    assert found["error"] == ""
-
-
-@pytest.mark.slow
 def test_what_amp_warns_of_is_shown(capsys: Any, tmp_path: Path) -> None:
     script = write(tmp_path, imports="import amp, contextlib")
     text = (
@@ -529,4 +451,3 @@ def test_two_models_and_losses(capsys: Any, tmp_path: Path) -> None:
     (tmp_path / "gan.py").write_text(textwrap.dedent(GAN))
     found = json.loads(run(capsys, "gan.py", "--json", status=1))
     assert "range" in {x["cause"] for x in found["findings"]}
-    assert found["remarks"] == []  # the layer with one output cannot be padded
