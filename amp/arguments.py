@@ -304,7 +304,7 @@ def check_optimizers(
         if max_norm and (is_zero or _is_spread(optimizer, process_groups)):
             raise AmpRuntimeError(
                 f"optimizers[{i}] is a {kind.__name__} with max_grad_norm={max_norm}, and each rank "
-                "has different parameters, so it would clip by the norm of its own gradients alone. "
+                "has different parameters, so it would clip only by the norm of its own gradients. "
                 "Pass max_grad_norm=None, and clip by the norm over all ranks: call "
                 "torch.nn.utils.clip_grads_with_norm_ with torch.nn.utils.get_total_norm of "
                 "amp.master_params(optimizer), summed over the ranks"

@@ -58,7 +58,7 @@ _E8M0_NAN = constant(E8M0_NAN)
 def rounds_by_bits(x: Tensor) -> bool:
     """Whether Triton's FP8 casts are missing or wrong for a matrix.
 
-    On sm_90, triton 3.6 writes wrong bytes where one cast of a float32 tile is stored both as it is and
+    On sm_90, triton 3.6 writes wrong bytes where one cast of a float32 tile is stored both by rows and
     transposed.
     """
     if INTERPRETED or torch.version.hip is not None:

@@ -477,7 +477,7 @@ def test_scripted_and_traced_parts_train_as_in_autocast() -> None:
     printed = run(SCRIPTED_PARTS)
     for level in ("O4", "O6"):
         assert printed.count(f"{level} torch.bfloat16 True") == 2
-    assert "O1 torch" in printed or "Train in another one in a process of its own" in printed
+    assert "O1 torch" in printed or "Train in another one in a separate process" in printed
 
 
 def scaling(by: float) -> nn.Module:

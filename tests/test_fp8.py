@@ -432,7 +432,7 @@ def test_what_is_not_reached_is_said_once_with_each_reason(caplog: pytest.LogCap
     assert len(said) == 1
     for part in (
         "2 of 10 layers run in FP8",
-        "reshaped: Reshaped has a forward of its own",
+        "reshaped: Reshaped has another forward",
         "odd: dimensions that are no multiples of 16",
         "double: the weight is torch.float64",
         "attention.out_proj: nn.MultiheadAttention multiplies by itself",

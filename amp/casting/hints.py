@@ -139,7 +139,7 @@ def _show(
     elif "TorchScript" in message and "same dtype" in message:
         error.add_note(
             "amp: torch differentiates scripted code in one 16-bit dtype of a process, which is the "
-            "first one that a training has used. Train in another one in a process of its own"
+            "first one that a training has used. Train in another one in a separate process"
         )
     original(kind, error, traceback)
 

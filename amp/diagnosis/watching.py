@@ -341,7 +341,7 @@ class TrainingWatch(Training, Observer):
         if not self.steps:
             return (
                 "no optimizer of torch has stepped here: put steps by hand into amp.diagnose(model); "
-                "each process needs a watch of its own"
+                "each process needs its own watch"
             )
         if self._due and self._due[0] > self.steps:
             ended = f"it ended after {self.steps} steps, and before those to be looked at"
@@ -544,7 +544,7 @@ def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:
 
 
 def watch(at: Sequence[int] = AT) -> TrainingWatch:
-    """Watch the training in a block, as it is, and report where precision harms it.
+    """Watch the training in a block, without changing it, and report where precision harms it.
 
         with amp.watch() as watch:
             train()

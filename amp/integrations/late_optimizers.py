@@ -153,7 +153,7 @@ class LateOptimizers:
         pair = masters.pair(tensor)
         if pair is None:
             now, (before, version) = tensor.detach(), self._float32.get(tensor, (tensor.data, -1))
-            if local(tensor)._version == version:  # else the values of now were written to it
+            if local(tensor)._version == version:  # else a script has written the present values
                 before = before.to(home)
                 now = before if torch.equal(before.to(tensor.dtype), now) else now
             return now.float()

@@ -382,7 +382,7 @@ class BlockWatch:
                 f"the gradient of {called} comes from {whose}, whose backward() was called in the same "
                 "amp.scale_loss block. If that one is not scaled too, it is divided by the loss scale, "
                 "and trains nothing. Add the losses: amp.scale_loss(loss1 + loss2, optimizer). Or give "
-                "each loss a block of its own"
+                "each loss a separate block"
             )
 
     def _warn_if_empty(self) -> None:

@@ -2,7 +2,7 @@
 
 The script's own precision is taken away: autocast and gradient scalers are disabled, and models are not
 cast to 16 bits. Then `initialize` is called before the first forward after an optimizer was made, and
-each backward runs inside of `scale_loss`. Without a level the script runs as it is, in a session that
+each backward runs inside of `scale_loss`. Without a level the script runs unchanged, in a session that
 changes nothing, so that it can be observed like the others.
 """
 
@@ -40,7 +40,7 @@ class Injected(Training):
 
     Args:
         level: a level, an alias or a YAML profile; `AS_IS` changes nothing.
-        scale: where the script's own gradient scaler begins, if it runs as it is; None leaves it.
+        scale: where the script's own gradient scaler begins, if it runs unchanged; None leaves it.
 
     Attributes:
         notes: remarks for the user.

@@ -61,7 +61,7 @@ class Script:
     ) -> tuple[Any, str]:
         """Run the script, and return what was seen and the error in one line, empty if there was none.
 
-        A script that does not use amp is run as it is. If it is to be compared, or a level is asked
+        A script that does not use amp is run unchanged. If it is to be compared, or a level is asked
         for, it ends at its first step, and is run again with amp injected.
 
         Args:
