@@ -19,7 +19,7 @@ from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import warn
 from amp.kernels.interrupts import outside_inference_mode, without_grad
 from amp.masters.fp32_values import pair_of, values_of
-from amp.patching import Patch
+from amp.patching import Patch, around
 
 _LITTLE = 0.1
 """Below this weight, most updates of a 16-bit average are rounded away."""
@@ -49,13 +49,9 @@ def _in_float32(tensor: Tensor) -> Tensor:
     return values_of(tensor) if tensor.dtype in LOW_PRECISION else tensor
 
 
-def _make_update_parameters(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `AveragedModel.update_parameters` average the values of the masters."""
-
-    def update_parameters(self: nn.Module, model: nn.Module) -> Any:
-        return original(self, _InFloat32(model))
-
-    return update_parameters
+def _update_parameters(original: Callable[..., Any], average: nn.Module, model: nn.Module) -> Any:
+    """Do `AveragedModel.update_parameters` with the values of the masters."""
+    return original(average, _InFloat32(model))
 
 
 _FLOAT32 = torch.float32
@@ -168,10 +164,9 @@ def _warn_of_narrow_average(dtype: torch.dtype) -> None:
 
 
 _LOST = "an average in 16 bits does not move, and one in FP32 learns rounded weights"
+_AVERAGED = ("torch.optim.swa_utils.AveragedModel",)
 PATCHES = (
-    Patch(
-        ("torch.optim.swa_utils.AveragedModel",), "update_parameters", _make_update_parameters, _LOST
-    ),
+    Patch(_AVERAGED, "update_parameters", around(_update_parameters), _LOST),
     Patch(("torch",), "lerp", _make_lerp, _LOST),
     Patch(("torch.Tensor",), "lerp", _make_lerp, _LOST),
     Patch(("torch.Tensor",), "lerp_", _make_lerp_, _LOST),

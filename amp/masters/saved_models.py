@@ -27,12 +27,13 @@ from amp.undo import Undo
 
 def install_hooks(masters: MasterWeights, models: Iterable[nn.Module], undo: Undo) -> None:
     """Make `state_dict()` and deep copies FP32, and `load_state_dict()` refresh the masters."""
+    pretrained: Any = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
     modules: Iterable[Any] = chain.from_iterable(model.modules() for model in models)
     for module in modules:
         hook = _InFloat32(masters, weakref.ref(module))
         undo.callback(module.register_state_dict_post_hook(hook).remove)
         undo.callback(module.register_load_state_dict_pre_hook(hook.refresh).remove)
-        if _is_pretrained(module):
+        if isinstance(module, pretrained):
             vars(module)["save_pretrained"] = functools.partial(_save_pretrained, module)
             undo.callback(vars(module).pop, "save_pretrained", None)
 
@@ -112,11 +113,6 @@ def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) ->
 
 
 # Models of transformers.
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    transformers = sys.modules.get("transformers.modeling_utils")
-    return isinstance(module, getattr(transformers, "PreTrainedModel", ()))
 
 
 def _save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

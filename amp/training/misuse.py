@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -93,17 +94,6 @@ class Misuse:
                 "parameter"
             )
 
-    def backward_has_ended(self) -> None:
-        """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
-        for pair in self.attached.gradients.groups.pairs.pairs:
-            if pair.master.grad is not None and pair.master.grad is not pair.grad:
-                raise AmpRuntimeError(
-                    f"the FP32 master of a parameter of shape {tuple(pair.master.shape)} was given a "
-                    "gradient in an amp.scale_loss block, which unscales those of the model's "
-                    "parameters. Compute the loss from model.parameters(), not from what "
-                    "optimizer.param_groups holds or amp.master_params(optimizer) yields"
-                )
-
     def scale_is_read(self, scale: float) -> None:
         """Note that the script has read a scale, and waited for it: it may divide gradients by it."""
         if scale != 1.0 and not self.has_stepped:
@@ -169,6 +159,7 @@ class Misuse:
         """
         name = type(self.attached.optimizer).__name__
         groups = self.attached.gradients.groups
+        have_any = groups.have_grads() or have_grads(groups.models)
         scales = any(not scaler.config.is_identity for scaler in self.attached.owner.scalers)
         if self.was_in_block and scales and not self._has_named_grad_scaler:
             self._has_named_grad_scaler = True
@@ -178,11 +169,7 @@ class Misuse:
                 "GradScaler divides them by its own scale, so the weights hardly move. Leave the "
                 "GradScaler out: call optimizer.step()"
             )
-        elif (
-            groups.masters
-            and not self.was_in_block
-            and (groups.have_grads() or have_grads(groups.models))
-        ):
+        elif groups.masters and have_any and not self.was_in_block:
             raise AmpAssertionError(
                 f"GradScaler.step was called for {name}, whose FP32 masters have no gradients. They "
                 "get some by `with amp.scale_loss(loss, optimizer) as scaled_loss: "
@@ -330,8 +317,14 @@ class BlockWatch:
 
     def backward_has_ended(self) -> None:
         """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
-        for misuse in self._unstepped:
-            misuse.backward_has_ended()
+        for pair in chain(*[each.attached.gradients.groups.pairs.pairs for each in self._unstepped]):
+            if pair.master.grad is not None and pair.master.grad is not pair.grad:
+                raise AmpRuntimeError(
+                    f"the FP32 master of a parameter of shape {tuple(pair.master.shape)} was given a "
+                    "gradient in an amp.scale_loss block, which unscales those of the model's "
+                    "parameters. Compute the loss from model.parameters(), not from what "
+                    "optimizer.param_groups holds or amp.master_params(optimizer) yields"
+                )
 
     def block_is_left(self, is_complete: bool) -> None:
         """Warn of a block without gradients, or with those of another loss; note those of others."""
@@ -372,7 +365,7 @@ class BlockWatch:
             return
         found, whose = self._reached & self._reached_by_others, "the scaled loss and from another one"
         if not found and self._reached_by_others:
-            leaves = set(_leaves_of(self._root))
+            leaves = _leaves_of(self._root)
             if all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
                 found, whose = self._reached_by_others - leaves, "another loss than the scaled one"
         if found:
@@ -387,10 +380,9 @@ class BlockWatch:
 
     def _warn_if_empty(self) -> None:
         """Warn once if the first block of some optimizers has found no gradient at all."""
-        for each in self._attached:
-            if each.misuse is not None:
-                each.misuse.has_found |= each.gradients in self.block.found
         known = [each.misuse for each in self._attached]
+        for one in filter(None, known):
+            one.has_found |= one.attached.gradients in self.block.found
         if any(one is None or one.has_found or one.has_stepped for one in known):
             return
         if any(p.requires_grad for each in self._attached for p in each.gradients.groups.stepped):
@@ -422,16 +414,14 @@ def _grad_arrives(reference: weakref.ref[BlockWatch], parameter: Tensor) -> None
         watch.grad_arrives(parameter)
 
 
-def _leaves_of(root: Any) -> Iterator[Tensor]:
-    """Yield the leaves of a graph that a backward from `root` reaches."""
-    seen, todo = set[Any](), [root]
+def _leaves_of(root: Any) -> set[Tensor]:
+    """Return the leaves of a graph, which a backward from `root` reaches."""
+    nodes, todo = set[Any](), [root]
     while todo:
-        node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
+        if (node := todo.pop()) is not None and node not in nodes:
+            nodes.add(node)
             todo += [each for each, _ in node.next_functions]
-            if type(node).__name__ == "AccumulateGrad":
-                yield node.variable
+    return {node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"}
 
 
 def _backward_is_given_gradients() -> bool:
@@ -439,14 +429,11 @@ def _backward_is_given_gradients() -> bool:
 
     On a GPU it runs in a thread of autograd, and the thread that called it waits.
     """
-    for frame in sys._current_frames().values():
-        caller: Any = frame
-        while caller is not None:
-            if caller.f_code is torch.autograd.backward.__code__:
-                if caller.f_locals.get("grad_tensors") is not None:
-                    return True
-                break
-            caller = caller.f_back
+    code = torch.autograd.backward.__code__
+    for top in sys._current_frames().values():
+        calls = (frame for frame, _ in traceback.walk_stack(top) if frame.f_code is code)
+        if (call := next(calls, None)) and call.f_locals.get("grad_tensors") is not None:
+            return True
     return False
 
 

@@ -26,7 +26,8 @@ def test_every_word_comes_back(device: torch.device, dtype: torch.dtype) -> None
         torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0, equal_nan=True)
     back = torch.empty_like(words)
     pack([both[0]], [both[1]], [back])
-    assert torch.equal(back, packing.pack(*[x.float() for x in both], packing.TO_NEAREST).short())
+    m, v = both[0].float(), both[1].float()
+    assert torch.equal(back, packing.pack(m, v, packing.TO_NEAREST).short())
     code, ratio = words.int() >> 7 & 511, words.int() << 25 >> 25
     is_used = ((code > 0) & (ratio > -64)) | (words == 0)
     assert torch.equal(back[is_used], words[is_used])
