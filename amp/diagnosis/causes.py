@@ -182,8 +182,10 @@ def _in_one_call(shadow: Shadow, op: Op) -> str:
 
 def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
     if op.bad.has_nan and op.bad.parents:
-        of_row = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0"
-        what = of_row if op.bad.rows_of_minus_inf else "it is inf - inf or 0 times inf"
+        what = "it is inf - inf or 0 times inf"
+        given = [x.real for x in inputs_of(op) if "softmax" in op.aten and x.real.dim()]
+        if any(bool((x == -math.inf).all(-1).any()) for x in given):
+            what = "a whole row of the input is -inf, as if it were masked entirely: 0 / 0"
         what += ", in FP64 too" if op.has_twin else ""
         todo = _unmasked(shadow, op)
     elif op.bad.parents:

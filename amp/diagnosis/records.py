@@ -93,7 +93,6 @@ class NotFinite:
         value: the largest magnitude of these elements, or of all if there are none, in FP64 from the
             op's own inputs; None if that is not known.
         has_nan: whether there is a NaN in the result.
-        rows_of_minus_inf: for a softmax, whether all of a row of its input is -inf.
         is_minus_inf: whether all non-finite results are -inf.
     """
 
@@ -103,7 +102,6 @@ class NotFinite:
     inherits: bool = False
     value: float | None = None
     has_nan: bool = False
-    rows_of_minus_inf: bool = False
     is_minus_inf: bool = False
 
 
