@@ -280,7 +280,7 @@ def test_modules_by_name(level: str, pattern: str) -> None:
 @pytest.mark.parametrize("rule", [{"module": "head"}, {"tensor": "head.*"}])
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_names_are_those_of_the_model_before_it_is_compiled(rule: Any, is_whole: bool) -> None:
-    model = Net()
+    model: Any = Net()
     if not is_whole:
         model.head = torch.compile(model.head, backend="eager")
     given: Any = torch.compile(model, backend="eager") if is_whole else model

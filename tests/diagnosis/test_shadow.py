@@ -315,8 +315,9 @@ def test_a_mask_is_blamed_only_where_it_is_at_fault(
 ) -> None:
     """Of a mask that is -inf in 16 bits one cure is said, and it was tried."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), Head(attention(mask, by_hand)), nn.Linear(8, 8))
-    nn.init.eye_(model[0].weight)
+    first = nn.Linear(8, 8)
+    nn.init.eye_(first.weight)
+    model = nn.Sequential(first, Head(attention(mask, by_hand)), nn.Linear(8, 8))
     found, said = stepped(model, "O2", mean_square, loss_scale={"init": 64.0})
     assert [x.cause for x in found[:1]] == ([cause] if cause else [])
     assert all(advice in x.advice for x in found[:1])

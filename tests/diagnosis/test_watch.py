@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import amp
 from amp.diagnosis import advice, watching
@@ -183,8 +183,8 @@ def loaded(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "made",
     [
-        lambda x: next(iter(DataLoader(list(x), batch_size=8, num_workers=1))),
-        lambda x: next(iter(DataLoader(list(x), batch_size=8))),
+        lambda x: next(iter(DataLoader(TensorDataset(x), batch_size=8, num_workers=1)))[0],
+        lambda x: next(iter(DataLoader(TensorDataset(x), batch_size=8)))[0],
         loaded,
         lambda x: torch.tensor(x.tolist()),
     ],
@@ -237,7 +237,7 @@ def compiled(module: nn.Module) -> Any:
     return torch.compile(module, backend="eager")
 
 
-def compiled_inside(model: nn.Sequential) -> nn.Module:
+def compiled_inside(model: Any) -> nn.Module:
     model[1][0] = compiled(model[1][0])
     return model
 
@@ -655,7 +655,7 @@ def step_by_jvp() -> None:
         return torch.func.functional_call(model, weights, torch.ones(2, 4)).pow(2).mean()
 
     along = {name: torch.randn_like(x) for name, x in weights.items()}
-    _, slope = torch.func.jvp(loss_of, (weights,), (along,))
+    slope = torch.func.jvp(loss_of, (weights,), (along,))[1]
     for name, x in model.named_parameters():
         x.grad = slope * along[name]
     optimizer.step()
