@@ -161,6 +161,8 @@ def scale_loss(properties: Properties | None) -> str:
             "Scale the loss: torch.amp.GradScaler, with float32 weights and autocast; or use bfloat16."
         )
     level = with_range(properties)
+    if properties.cast_model_type is torch.float16 and not properties.master_weights:
+        return f"Take {level}, with FP32 masters: float16 weights stand still at any loss scale."
     if properties.loss_scaling.dynamic:
         return "Call backward() of the loss that `with amp.scale_loss(loss, optimizer)` gives."
     return "Take loss_scale='dynamic'" + (f", or {level}." if level else ".")

@@ -8,6 +8,7 @@ goes on to the op that made the value. A value is put wherever the ops up to the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections import defaultdict
@@ -190,7 +191,7 @@ def _overlaid(exact: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def classified(value: Value, made: Op | None, taken: Op) -> Loss:
-    """Return what the format does to a value."""
+    """Return what the format does to a value, and to the element that matters most."""
     exact, rounded = as_real(value.exact), as_real(value.rounded)
     changed = rounded != exact
     is_gone = changed & (rounded == 0)
@@ -200,9 +201,23 @@ def classified(value: Value, made: Op | None, taken: Op) -> Loss:
     elif bool((exact == exact.round())[changed].all()):
         cause, which = "cast", changed
     else:
-        cause = "cancellation" if taken.aten in _SUBTRACTIONS else "rounding"
-        which = changed & (exact.abs() == torch.where(changed, exact.abs(), 0.0).max())
-    before, after = exact[which], rounded[which]
-    if not before.numel():
+        cause, which = "cancellation" if taken.aten in _SUBTRACTIONS else "rounding", changed
+    if not bool(which.any()):
         return Loss(cause, value, made, taken, math.nan, math.nan)
-    return Loss(cause, value, made, taken, before[0].item(), after[0].item())
+    worst = torch.where(which, _harms(value, taken), -1.0).argmax()
+    before, after = exact.flatten()[worst], rounded.flatten()[worst]
+    return Loss(cause, value, made, taken, before.item(), after.item())
+
+
+def _harms(value: Value, taken: Op) -> Tensor:
+    """Return what rounding each element of a value does to what an op makes of it, relative to that.
+
+    If the op makes nothing of the same size, return how large the elements are.
+    """
+    exact = as_real(value.exact)
+    with contextlib.suppress(*CANNOT_RUN):
+        after = results_from(taken, lambda x: x.rounded if x is value else x.exact)[0]
+        before = results_from(taken, lambda x: x.exact)[0]
+        if before.shape == exact.shape:
+            return ((after - before) / before).abs().nan_to_num(math.inf)
+    return exact.abs()

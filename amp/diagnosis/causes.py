@@ -18,13 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from amp.casting.cast_hooks import can_ruin, ruined_by_cast
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, classified, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
-from amp.diagnosis.memories import inputs_of, results_from
+from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.penalties import not_scaled, takes_scaled
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, ancestors, origin
@@ -40,9 +41,11 @@ SOME, MOSTLY = 0.3, 0.5
 """What share of numbers in 16 bits, and in more, may stand still."""
 NOTHING = 1e-12
 """A smaller gradient moves no weight: optimizers divide by an eps of 1e-8."""
-FAR, WORSE, OFF = 0.05, 10, 0.2
+FAR, WORSE, OFF, SHARE = 0.05, 10, 0.2, 0.01
 """A result is far off above the first, if its inputs were off by a tenth of it at most; it matters if
-it reaches a gradient that is off by more than the last."""
+it reaches a gradient that is off by more than the third, and by more than the last of the model's whole
+gradient. A result of a backward matters if most of that is off: healthy gradients cancel by chance, and
+the slope of a ReLU near 0 is the other one."""
 PASSED = 3
 """So many ops may be between two that one function computes."""
 VANISHING = 1e-3
@@ -159,10 +162,8 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
         return _of_mathematics(shadow, op)
     if not op.is_too_large:
         loss = lost_before(shadow, op)
-        small = [x for x in shadow.lost.scalars if not x.is_large]
-        lost = [x for x in small if x.place.module == op.place.module]
-        if lost and (loss is None or loss.cause == "underflow"):
-            return _of_eps(shadow, op, lost[0])
+        if (lost := _constant_behind(shadow, op, loss)) is not None:
+            return _of_eps(shadow, op, lost)
         if loss is not None:
             return _of_loss(shadow, op, loss)
     return _of_range(shadow, op)
@@ -233,6 +234,30 @@ def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
     if op.phase == "step":
         todo = "Give the optimizer eps=1e-4, or float32 parameters or masters."
     return _finding(op, "eps", what, todo)
+
+
+def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> LostScalar | None:
+    """Return the small constant that became 0, and is why the result of an op is not finite, if any."""
+    if loss is not None and loss.cause != "underflow":
+        return None
+    made = [] if loss is None or loss.made is None else [loss.made]
+    for _ in range(PASSED):
+        if loss is None or len(made) != 1:  # as for the sum of several
+            break
+        for x in tree_leaves((made[0].args, made[0].kwargs)):
+            number = _only_number(x)
+            if loss.before / 2 <= number <= loss.before * 1.001:
+                return LostScalar(made[0].place, number, loss.value.real.dtype)
+        made = [shadow.ops[x] for x in made[0].parents]
+    small = [x for x in shadow.lost.scalars if not x.is_large]
+    return next((x for x in small if x.place.module == op.place.module), None)
+
+
+def _only_number(x: Any) -> float:
+    """Return a number of an op's arguments, also if it is a tensor; 0 if it is something else."""
+    if isinstance(x, Value) and x.exact.numel() == 1 and not x.exact.is_complex():
+        return float(f"{x.exact.item():.6g}")
+    return x if isinstance(x, float) else 0.0
 
 
 def _of_range(shadow: Shadow, op: Op) -> Finding:
@@ -323,14 +348,23 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     sizes = sorted(grad.size for grad in good.values())
     least = VANISHING * max(sizes[len(sizes) // 2], sizes[-1] / 10) if sizes else 0.0
     least = max(least, NOTHING * max(shadow.gradients.scales, default=1.0))
-    ruined = {x: grad.made for x, grad in good.items() if grad.off > OFF and grad.size > least}
+    share = {x: grad.off * grad.norm / _norm_beside(shadow, x) for x, grad in good.items() if grad.norm}
+    ruined = {
+        x: grad.made
+        for x, grad in good.items()
+        if grad.off > OFF and grad.size > least and share[x] > SHARE
+    }
+    is_whole = math.hypot(*share.values()) > MOSTLY
+    # The value of a loss may be 0 by chance, as that of a policy, where gradients are right.
     losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
+    losses = [] if any(x.off <= OFF and x.size > least for x in good.values()) else losses
     found: dict[Any, tuple[int, Finding]] = {}
     in_half: list[tuple[int, Finding]] = []
     known: list[Loss] = []  # of which other ops are consequences
     for op in ancestors(shadow.ops, [*ruined.values(), *losses]):
         before = max((shadow.ops[parent].error for parent in op.parents), default=0.0)
-        if op.is_bad or op.error <= max(FAR, WORSE * before) or (is_forward and op.phase == "backward"):
+        is_noise = op.phase == "backward" and (is_forward or not is_whole)
+        if op.is_bad or op.error <= max(FAR, WORSE * before) or is_noise:
             continue
         loss = lost_before(shadow, op, known)
         if loss is None or loss in known:
@@ -343,6 +377,12 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
             first = found.setdefault((one.cause, one.module, one.line), (op.number, one))
             in_half += [first] * (loss.value.real.dtype in LOW_PRECISION and first not in in_half)
     return (in_half or list(found.values()))[:3]
+
+
+def _norm_beside(shadow: Shadow, name: str) -> float:
+    """Return the norm of all gradients of the model that a parameter belongs to."""
+    prefix = next(x for x in shadow.models if name.startswith(x))
+    return math.hypot(*(x.norm for one, x in shadow.gradients.known.items() if one.startswith(prefix)))
 
 
 def _chosen_wrongly(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
@@ -462,6 +502,7 @@ def _absorbed(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     roots = [x for x in shadow.ops.values() if x.is_root and math.isfinite(x.bad.value or math.nan)]
     roots = [op for op in roots if not op.bad.is_minus_inf]  # what a mask makes of it is as intended
     roots = [op for op in roots if op.phase != "backward" or not is_forward]
+    roots = [op for op in roots if not _is_dropped(shadow, op)]
     found = []
     for op in roots[:3]:
         one = _explain(shadow, op)
@@ -472,6 +513,18 @@ def _absorbed(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
         cause = "absorbed range" if one.cause == "range" else one.cause
         found.append((op.number, replace(one, cause=cause, what=what)))
     return found
+
+
+def _is_dropped(shadow: Shadow, root: Op) -> bool:
+    """Whether all that takes an inf or NaN is as without it, as where `padding_idx` drops it."""
+    bad, takers = {root.number}, list[Op]()
+    for number, op in shadow.ops.items():
+        if not bad.isdisjoint(op.parents):
+            if op.is_bad:
+                bad.add(number)
+            else:
+                takers.append(op)
+    return bool(takers) and all(op.error <= FAR for op in takers)
 
 
 def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:

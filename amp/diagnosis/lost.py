@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +139,8 @@ class Lost:
         Only pointwise ops are checked: norms take an eps too, but compute with it in FP32.
         """
         given = floats_in(args)
-        if not given or (torch.Tag.pointwise not in func.tags and "fill" not in func.name()):
+        is_by_element = torch.Tag.pointwise in func.tags or re.search("fill|_foreach_", func.name())
+        if not given or not is_by_element:
             return
         dtype = given[0].dtype
         is_half = dtype is torch.float16 and func.overloadpacket.__name__ not in _COMPARISONS

@@ -72,6 +72,7 @@ class Gradient(NamedTuple):
         off: how far it is off, relative to its norm.
         size: the root of the mean of its exact square.
         gone: the share of it that is 0, and is not exactly.
+        norm: its exact norm.
     """
 
     made: int
@@ -79,6 +80,7 @@ class Gradient(NamedTuple):
     off: float = 0.0
     size: float = 0.0
     gone: float = 0.0
+    norm: float = 0.0
 
 
 @dataclass(eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -74,9 +75,9 @@ class SeenGradients:
         elif name not in self.bad:
             exact = self._memories.twin(grad)
             gone = ((grad == 0) & (exact != 0)).count_nonzero() / exact.count_nonzero().clamp_min(1)
-            size = float(exact.abs().square().mean().sqrt())
-            off = difference(grad, exact)
-            self.known[name] = Gradient(memory.made, False, off, size, float(gone))
+            norm, off = float(torch.linalg.vector_norm(exact)), difference(grad, exact)
+            size = norm / math.sqrt(exact.numel())
+            self.known[name] = Gradient(memory.made, False, off, size, float(gone), norm)
 
     def note_unscale(self, grads: Iterable[Tensor], inv_scale: Any) -> None:
         """Note gradients that a gradient scaler unscales."""

@@ -313,12 +313,12 @@ class TrainingWatch(Training, Observer):
         still = stands_still(self._still, bool(self._attached))
         losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
-        first, last = [], [*losses, *others]
-        if not seen:  # else the loss may be a consequence
-            first, last = losses, others
-        elif seen[0].cause == "weights":  # an earlier step has ruined them
-            first = [*(x for x in others if x.cause == "order"), *losses]
-            last = [x for x in others if x not in first]
+        first = [x for x in others if x.cause == "order"]  # of which the others may be consequences
+        last = [x for x in others if x not in first]
+        if not seen or seen[0].cause == "weights":  # an earlier step has ruined them
+            first += losses
+        else:
+            last = [*losses, *last]
         self.report.why_nothing = self._why_nothing()
         found = [*first, *self._rounded_buffers(), *seen, *still, *last]
         self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp.arguments import advise_on_eps, attached_to
@@ -251,8 +252,9 @@ class _Search:
 
     def _by_higher_scale(self) -> Cure | str:
         """Return the highest loss scale at which nothing is lost, up to that of a dynamic one."""
-        scale = _HIGHEST_SCALE
-        while scale > self._scale:
+        properties, scale = self._replay.owner.properties, _HIGHEST_SCALE
+        has_room = properties.cast_model_type is not torch.float16 or properties.master_weights
+        while scale > self._scale and has_room:  # else weights stand still at any scale
             if not self._left(scale):
                 return Cure(scale=scale, is_dynamic=self._is_dynamic, runs=self._replay.runs)
             scale /= 2

@@ -226,3 +226,19 @@ def test_a_step_that_loses_the_gradient_in_a_cast(dtype: torch.dtype) -> None:
             (F.cross_entropy(model(X), Y) * 1e-9).backward()
     found = [(x.cause, "were lost before" in x.advice) for x in watch.report.findings]
     assert found == ([("still", True)] if dtype is F16 else [])
+
+
+def test_a_wrong_call_is_named_before_the_overflow_that_follows() -> None:
+    model = net()
+    with amp.watch(at=[2]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e2)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", F16):
+                y = model(X)
+            scaler.scale(F.cross_entropy(y.float(), Y)).backward()
+            optimizer.step()  # and no scaler.step
+    causes = [x.cause for x in watch.report.findings]
+    assert causes[0] == "order"
+    assert len(causes) > 1

@@ -211,6 +211,15 @@ def test_a_loss_scale_that_is_too_small(level: str, scale: float) -> None:
     ].report.is_healthy
 
 
+def test_a_loss_scale_does_not_help_where_weights_stand_still_then() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    found, said = stepped(model, "O3", lambda y: y.square().mean() * 1e-9, loss_scale=1.0)
+    assert found[0].cause == "underflow"
+    assert "Take O5, with FP32 masters" in found[0].advice
+    assert (said.cure.scale, said.cure.level) == (None, "O5")
+
+
 def test_gradients_that_are_0_exactly_are_not_lost() -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Embedding(500, 8), nn.Embedding(500, 8))

@@ -478,3 +478,103 @@ def test_an_eps_that_is_0_in_float16(is_buffer: bool, said: str) -> None:
             F.cross_entropy(model(X.half()).float(), Y).backward()
     assert said in watch.report.findings[0].advice
     assert is_buffer or "in the place of 1e-12" in watch.report.findings[0].advice
+
+
+EPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tensor": lambda y: y / (y.norm(dim=-1, keepdim=True) + torch.tensor(1e-8)),
+    "cast tensor": lambda y: y / (y.norm(dim=-1, keepdim=True) + torch.full((1,), 1e-8).half()),
+    "cast sum": lambda y: y / (y.norm(dim=-1, keepdim=True).float() + 1e-8).half(),
+    "maximum": lambda y: y / torch.maximum(y.norm(dim=-1, keepdim=True), torch.tensor(1e-8)),
+}
+
+
+@pytest.mark.parametrize("of", EPS)
+def test_an_eps_is_one_however_it_is_written(of: str) -> None:
+    model = net().half()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in steps(optimizer, 1):
+            F.cross_entropy(EPS[of](model(X.half()) * 0).float(), Y).backward()
+    found = watch.report.findings[0]
+    assert (found.cause, found.what.partition(" (")[0]) == ("eps", "1e-08 is 0 in float16")
+
+
+def test_the_eps_of_an_optimizer_that_steps_all_weights_at_once() -> None:
+    model = net().half()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3, foreach=True)
+        for _ in steps(optimizer, 1):
+            (F.cross_entropy(model(X.half()).float(), Y) * 1e-3).backward()
+    found = watch.report.findings[0]
+    assert (found.cause, found.phase) == ("eps", "step")
+    assert "1e-08 is 0 in float16" in found.what
+
+
+def test_the_numbers_of_a_finding_are_of_the_element_that_matters() -> None:
+    model = net()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in steps(optimizer, 1):
+            small = torch.tensor([1e-9, 2e-8]).half() + torch.tensor([1.0, 0.0]).half()
+            (model(X).mean() * small.log().mean()).backward()
+    assert "2e-08 became 0 in float16" in watch.report.findings[0].what
+
+
+def test_a_number_that_nothing_depends_on_may_be_too_large() -> None:
+    """`padding_idx` drops the gradient of the first token."""
+    table, head = nn.Embedding(8, 16, padding_idx=0), nn.Linear(16, 4)
+    tokens = Y + 1
+    tokens[::4] = 0
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD([*table.parameters(), *head.parameters()], 1e-3)
+        scaler = torch.amp.GradScaler("cpu", init_scale=65536.0)
+        for _ in range(2):
+            optimizer.zero_grad()
+            x = table(tokens)
+            padded = (x.half().sum(1).float() * (tokens == 0) * 3).sum()
+            scaler.scale(F.cross_entropy(head(x), Y) + padded).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert watch.report.is_healthy, str(watch.report)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_loss_and_the_gradient_of_one_bias_that_are_0_by_chance_may_be_off(seed: int) -> None:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    slopes = torch.randn(64, 1)
+    slopes += 1e-4 - slopes.mean()
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in steps(optimizer, 1):
+            with torch.autocast("cpu", BF16):
+                y = model(X)
+            (y.float() * slopes).mean().backward()
+    assert watch.report.is_healthy, str(watch.report)
+
+
+@pytest.mark.parametrize("distance", [0.02, 0.2])
+def test_slopes_that_change_sides_in_a_backward_are_no_finding(distance: float) -> None:
+    """A discriminator's gradient is what is left of those of real and of made examples."""
+    torch.manual_seed(2)
+    layers = [nn.Linear(16, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2)]
+    model = nn.Sequential(*layers, nn.Linear(64, 1))
+    made = X + distance * torch.randn_like(X)
+    with amp.watch(at=[1]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in steps(optimizer, 1):
+            with torch.autocast("cpu", BF16):
+                real, other = model(X).float(), model(made).float()
+            (F.softplus(-real).mean() + F.softplus(other).mean()).backward()
+    assert watch.report.is_healthy, str(watch.report)
+
+
+def test_moments_of_what_has_converged_stand_still() -> None:
+    """New squares are small beside the mean of the old ones."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    with amp.watch(at=[20]) as watch:
+        optimizer = torch.optim.Adam(model.parameters(), 0.05)
+        for _ in steps(optimizer, 21):
+            F.cross_entropy(model(X[:8]), Y[:8]).backward()
+    assert watch.report.is_healthy, str(watch.report)
