@@ -216,8 +216,8 @@ def _harms(value: Value, taken: Op) -> Tensor:
     """
     exact = as_real(value.exact)
     with contextlib.suppress(*CANNOT_RUN):
-        after = results_from(taken, lambda x: x.rounded if x is value else x.exact)[0]
-        before = results_from(taken, lambda x: x.exact)[0]
-        if before.shape == exact.shape:
-            return ((after - before) / before).abs().nan_to_num(math.inf)
+        others = results_from(taken, lambda x: x.rounded if x is value else x.exact)
+        for after, before in zip(others, results_from(taken, lambda x: x.exact), strict=True):
+            if before.shape == exact.shape:
+                return ((after - before) / before).abs().nan_to_num(math.inf)
     return exact.abs()
