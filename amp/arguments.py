@@ -143,8 +143,8 @@ def attached_to(optimizer: Any) -> AttachedOptimizer:
     attached = AttachedOptimizer.of(optimizer)
     if attached is None and not is_optimizer(optimizer):
         raise AmpRuntimeError(
-            f"an optimizer is needed here, and this is {_named(optimizer)}: pass the optimizer that "
-            "amp.initialize returned"
+            f"an optimizer is needed here, and this is {_named(optimizer)}: "
+            f"pass {what_to_pass(optimizer)}"
         )
     if attached is None:
         raise AmpRuntimeError(
@@ -382,8 +382,21 @@ def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -
     return items
 
 
+def what_to_pass(value: Any) -> str:
+    """Return what to pass in place of a value that is no optimizer."""
+    is_list = isinstance(value, (list, tuple)) and any(map(is_optimizer, value))
+    return (
+        "one optimizer, and call it for each"
+        if is_list
+        else "the optimizer that amp.initialize returned"
+    )
+
+
 def _named(value: Any) -> str:
-    return f"type {value.__name__}" if isinstance(value, type) else type(value).__name__
+    kind = type(value)
+    if kind.__module__ == "numpy":  # whose float32 is not torch's
+        return f"numpy.{kind.__name__}"
+    return f"type {value.__name__}" if isinstance(value, type) else kind.__name__
 
 
 def _remedy(value: Any, name: str = "") -> str:

@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack, overload
 from torch import Tensor
 
 from amp import checkpoint
-from amp.arguments import Models, Optimizers, attached_to
+from amp.arguments import Models, Optimizers, attached_to, what_to_pass
 from amp.distributed import ProcessGroup
 from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.kernels.interrupts import followed_by
@@ -275,8 +275,8 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
         raise AmpAttributeError(
-            f"amp.master_params takes an optimizer, and got {type(optimizer).__name__}: pass the "
-            "optimizer that amp.initialize returned"
+            f"amp.master_params takes an optimizer, and got {type(optimizer).__name__}: pass "
+            f"{what_to_pass(optimizer)}"
         )
     if (attached := AttachedOptimizer.of(optimizer)) is not None:
         attached.reconcile_masters()

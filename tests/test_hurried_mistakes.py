@@ -166,6 +166,14 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
             "amp.master_params takes an optimizer, and got Sequential: pass the optimizer that",
         ),
         (
+            lambda: list(amp.master_params([initialized()[1]])),
+            "amp.master_params takes an optimizer, and got list: pass one optimizer, and call it for",
+        ),
+        (
+            lambda: amp.step_was_skipped([initialized()[1]]),
+            "an optimizer is needed here, and this is list: pass one optimizer, and call it for each",
+        ),
+        (
             lambda: ANY.optimizers.FusedAdam(fresh()[0]),
             "takes parameters, and got the model itself, a Sequential: pass model.parameters()",
         ),

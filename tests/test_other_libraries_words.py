@@ -162,8 +162,14 @@ class Output:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (lambda loss: np.float32(3.0), "got float32. An array, such as loss.numpy(), has no graph"),
-        (lambda loss: loss.detach().numpy(), "got ndarray. An array, such as loss.numpy(), has no"),
+        (
+            lambda loss: np.float32(3.0),
+            "got numpy.float32. An array, such as loss.numpy(), has no graph: pass",
+        ),
+        (
+            lambda loss: loss.detach().numpy(),
+            "got numpy.ndarray. An array, such as loss.numpy(), has no graph",
+        ),
         (
             lambda loss: {"loss": loss},
             "got dict. Pass the loss that is in it, as output.loss or output",
