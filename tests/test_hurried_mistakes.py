@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import amp
 from amp.cli import main
+from amp.diagnosis.findings import Finding, Report
 from amp.terminal.progress import Progress
 from amp.terminal.text import Printer
 from amp.training.step import unattached
+from amp.trials import script_commands
 from docs.site import terminal
 
 X = torch.ones(3, 4)
@@ -547,6 +550,25 @@ def test_nothing_is_wider_than_a_terminal(monkeypatch: pytest.MonkeyPatch, comma
         monkeypatch.setattr(sys, "stdout", piped := io.StringIO())
         main(command.split())
         assert piped.getvalue() == shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stream", "no_color", "has_colours"),
+    [(Terminal(), "", True), (Terminal(), "1", False), (io.StringIO(), "", False)],
+    ids=["terminal", "NO_COLOR", "pipe"],
+)
+def test_the_doctor_has_colours_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, no_color: str, has_colours: bool
+) -> None:
+    seen = Report([Finding("range", "a number is large", "scale it")], ops=1, about="Linear, SGD")
+    script = SimpleNamespace(watched_by=lambda *_: (seen, ""), traceback="", warnings=[])
+    monkeypatch.setattr(script_commands, "Script", lambda *_: script)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert main(["doctor", "x.py"]) == 1
+    lines = ["\x1b[2mLinear, SGD\x1b[0m", "\x1b[1;31mrange\x1b[0m", "  a number is large", "  scale it"]
+    expected = "\n".join(lines) + "\n"
+    assert stream.getvalue() == (expected if has_colours else re.sub(r"\x1b\[[\d;]*m", "", expected))
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from typing import Any, TextIO
 WIDTH = 80
 """How many columns are written where the width of the terminal is not known."""
 _LEAST = 12
-_RED, _BOLD, _OFF = "\x1b[31m", "\x1b[1m", "\x1b[0m"
+_RED, _BOLD, OFF = "\x1b[31m", "\x1b[1m", "\x1b[0m"
+LOOKS = {"plain": "", "cause": "\x1b[1;31m", "good": "\x1b[32m", "quiet": "\x1b[2m"}
+"""How a line may look where there are colours, and the escape sequence before it."""
 
 
 class Printer:
@@ -33,10 +35,17 @@ class Printer:
         except (UnicodeEncodeError, LookupError):
             self.block = "#"
 
-    def line(self, text: str = "") -> None:
-        """Write lines; on a terminal, fold those that are wider, and indent the rest."""
-        for each in text.split("\n"):
-            print(self._folded(each), file=self.stream)
+    def line(self, text: str = "", look: str = "plain") -> None:
+        """Write lines; on a terminal, fold those that are wider, and indent the rest.
+
+        Args:
+            text: the lines.
+            look: one of `LOOKS`; without colours all are the same.
+        """
+        for line in text.split("\n"):
+            for part in self._folded(line).split("\n"):
+                is_coloured = self.colours and look != "plain"
+                print(f"{LOOKS[look]}{part}{OFF}" if is_coloured else part, file=self.stream)
 
     def _folded(self, line: str) -> str:
         if len(line) <= self.width or "{" in line:  # YAML to be pasted
@@ -47,7 +56,7 @@ class Printer:
 
     def alarm(self, text: str) -> str:
         """Return a text in red, if there are colours."""
-        return f"{_RED}{text}{_OFF}" if self.colours and text.strip() else text
+        return f"{_RED}{text}{OFF}" if self.colours and text.strip() else text
 
     def table(
         self,
@@ -81,7 +90,7 @@ class Printer:
                 if alarming >= 0 and not is_head:
                     shown[alarming] = self.alarm(shown[alarming])
                 line = gap.join(shown).rstrip()
-                print(f"{_BOLD}{line}{_OFF}" if is_head and self.colours else line, file=self.stream)
+                print(f"{_BOLD}{line}{OFF}" if is_head and self.colours else line, file=self.stream)
 
         put(header, is_head=True)
         for row in cells:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from amp.casting.policy import explain
+from amp.diagnosis.findings import CAUSES
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.profiles.levels import load_profile
 from amp.terminal.command import Answer, argument, command
@@ -72,6 +74,13 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
     return Answer(found.to_json(), found.is_healthy)
 
 
+def _look_of(line: str) -> str:
+    """Return how a line of a report looks: one that begins with a cause stands out."""
+    cause = re.match(r"(?:rank \d+: )?([^:]*)", line)
+    is_cause = cause is not None and cause[1] in CAUSES
+    return "cause" if is_cause else "good" if line.startswith("healthy: ") else "plain"
+
+
 @command(
     "doctor",
     *_SCRIPT,
@@ -117,8 +126,10 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
     rank = os.environ.get("RANK")
     if rank is not None:  # each process of torchrun reports
         printer.line(f"rank {rank}:")
-    for text in filter(None, [getattr(found, "about", ""), str(found)]):
-        printer.line(text)
+    if about := getattr(found, "about", ""):
+        printer.line(about, "quiet")
+    for line in str(found).split("\n"):
+        printer.line(line, _look_of(line))
     for warning in script.warnings:
         printer.line(f"amp warned: {warning}")
     if error:

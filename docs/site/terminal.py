@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 
 from amp.cli import main as reamp
-from amp.diagnosis.findings import CAUSES
+from amp.terminal.text import LOOKS, OFF
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs/images/doctor.svg"
@@ -22,6 +22,7 @@ _STYLE = """
     fill: #d7dce5; white-space: pre}
   .command {fill: #ffffff; font-weight: 600}
   .cause {fill: #ff7b72; font-weight: 600}
+  .good {fill: #7ee787}
   .quiet {fill: #8b95a5}
 """
 
@@ -32,9 +33,9 @@ class _Terminal(io.StringIO):
 
 
 def printed() -> list[str]:
-    """Run the command, and return its lines as on a terminal of 80 columns."""
+    """Run the command, and return its lines as on a terminal of 80 columns, with their colours."""
     stream, before = _Terminal(), dict(os.environ)
-    os.environ |= {"COLUMNS": str(_WIDTH), "NO_COLOR": "1"}
+    os.environ |= {"COLUMNS": str(_WIDTH), "NO_COLOR": ""}
     try:
         with contextlib.redirect_stdout(stream), contextlib.chdir(ROOT):
             reamp(COMMAND.split()[1:])
@@ -46,10 +47,12 @@ def printed() -> list[str]:
 
 def drawn(lines: list[str]) -> str:
     """Return lines of a terminal as an SVG picture."""
+    looks = {code: look for look, code in LOOKS.items()}
     rows = [("command", f"$ {COMMAND}")]
     for line in lines:
-        is_cause = line.partition(":")[0] in CAUSES
-        rows.append(("cause" if is_cause else "quiet" if len(rows) == 1 else "plain", line))
+        begin = next(x for x in sorted(looks, key=len, reverse=True) if line.startswith(x))
+        text = line.removeprefix(begin).removesuffix(OFF)
+        rows.append((looks[begin], text))
     width, height = 2 * _MARGIN + _WIDTH * _LETTER, 2 * _MARGIN + _LINE * len(rows)
     texts = [
         f'  <text class="{kind}" x="{_MARGIN}" y="{y:.1f}">{escape(text)}</text>'
