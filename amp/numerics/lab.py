@@ -25,7 +25,8 @@ from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.numerics.formats import FORMATS, Format
 from amp.numerics.fp8_simulation import SCALINGS, fp8_losses, simulate_fp8
 from amp.numerics.histograms import Histogram
-from amp.numerics.memory import TERMS, footprints
+from amp.numerics.memory import TERMS
+from amp.numerics.planning import FIRST, rows_of
 from amp.numerics.rounding import bits, neighbours, survives_update, ulp
 from amp.numerics.scaling import simulate_scaler
 from amp.terminal.output_files import check_output
@@ -37,7 +38,7 @@ HOME = "https://github.com/reamp/reamp"
 DOCS = f"{HOME}/blob/main/docs"
 SCRIPTS = "formats training check exact controls drawing bits ranges scales memory fp8 fp4 start"
 """The page's JavaScript files, in the order in which they are joined."""
-OPTIMIZERS = "adamw fusedadam sgd sgd-momentum fusedsgd-momentum fusedlamb fusedlion"
+OPTIMIZERS = "FusedAdam adamw sgd sgd-momentum FusedSGD-momentum FusedLAMB FusedLion"
 """The optimizers in the memory figure."""
 
 
@@ -46,6 +47,7 @@ def page() -> str:
     data = {
         "formats": [_format(fmt) for fmt in FORMATS.values()],
         "memory": {optimizer: _memory(optimizer) for optimizer in OPTIMIZERS.split()},
+        "first": FIRST,
         "scalings": SCALINGS,
         "fp4": {"signs": SIGNS, "rounds": ROUNDS, "multipliers": MULTIPLIERS, "weyl": WEYL},
         "vectors": vectors(),
@@ -151,12 +153,12 @@ def _format(fmt: Format) -> dict[str, Any]:
 
 
 def _memory(optimizer: str) -> list[dict[str, Any]]:
-    """Return the bytes of each term, for one parameter, at each level."""
+    """Return the bytes of each term, for one parameter, of the ways to train in `reamp memory`."""
     count = 10**9
     return [
-        {"opt_level": row.opt_level, "masters_kept": row.masters_kept}
-        | {term: round(getattr(row, term) / count, 3) for term in TERMS}
-        for row in footprints(count, optimizer, activations=count)
+        {"levels": row.levels, "way": row.optimizer}
+        | {term: round(getattr(row.footprint, term) / count, 3) for term in TERMS}
+        for row in rows_of(count, optimizer, activations=count)
     ]
 
 
@@ -228,15 +230,15 @@ def _fate(fmt: Format, log2_scale: int) -> dict[str, Any]:
 
 _MEMORY: tuple[tuple[float, str, dict[str, Any]], ...] = (
     (7e9, "adamw", {}),
-    (175e9, "fusedadam", {"activations": 1e9, "world_size": 64, "sharding": "zero3"}),
+    (175e9, "FusedAdam", {"activations": 1e9, "world_size": 64, "sharding": "zero3"}),
     (25557032, "sgd-momentum", {"world_size": 3, "sharding": "zero1"}),
-    (335e6, "fusedlamb", {"world_size": 8, "sharding": "zero2"}),
+    (335e6, "FusedLAMB", {"world_size": 8, "sharding": "zero2"}),
 )
 
 
 def _memory_case(params: float, optimizer: str, options: dict[str, Any]) -> dict[str, Any]:
-    found = footprints(params, optimizer, **options)
-    rows = [{term: getattr(row, term) for term in (*TERMS, "total")} for row in found]
+    found = [row.footprint for row in rows_of(params, optimizer, **options)]
+    rows = [{term: getattr(each, term) for term in (*TERMS, "total")} for each in found]
     in_page = {("world" if key == "world_size" else key): value for key, value in options.items()}
     return {"params": params, "optimizer": optimizer, "options": in_page, "rows": rows}
 

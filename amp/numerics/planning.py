@@ -187,7 +187,7 @@ def rows_of(parameters: float, optimizer: str, gpu: Gpu | None = None, **options
     yield from found.values()
 
 
-_FIRST = ("O5", "O2", "O4", "O1", "O0")
+FIRST = ("O5", "O2", "O4", "O1", "O0")
 """The levels to take, the first one that fits."""
 _ELSE = {**dict.fromkeys(("O6", "O7"), "in FP8"), **dict.fromkeys(("O8", "O9"), "in FP4")}
 _ELSE |= {"O3": "without masters"}
@@ -203,7 +203,7 @@ _KEYS = {
 def recommended(rows: Sequence[Row], limit: float) -> tuple[str, Row] | None:
     """Return the level to take and its row, or None if none of the levels to take fits."""
     fitting = [row for row in rows if row.footprint.total <= limit]
-    return next(((x, row) for x in _FIRST for row in fitting if x in row.levels), None)
+    return next(((x, row) for x in FIRST for row in fitting if x in row.levels), None)
 
 
 def answer(rows: Sequence[Row], limit: float, has_activations: bool) -> Iterator[str]:
@@ -223,7 +223,7 @@ def answer(rows: Sequence[Row], limit: float, has_activations: bool) -> Iterator
     fitting = [x for x in _ELSE for row in rows if x in row.levels and row.footprint.total <= limit]
     if fitting:
         others = " and ".join(f"{level} ({_ELSE[level]})" for level in dict.fromkeys(fitting))
-        order = [level for level in _FIRST if any(level in row.levels for row in rows)]
+        order = [level for level in FIRST if any(level in row.levels for row in rows)]
         yield f"{size} none of {', '.join(order)} fits; {others} would."
         yield f"Activations take {bytes_in_words(least.footprint.activations)}."
         return

@@ -16,7 +16,7 @@ if (table) {
     const [dtype] = cell.textContent.trim().split(" ");
     if (/^(float32|float16|bfloat16|raises)$/.test(dtype)) cell.classList.add("dtype", `dtype-${dtype}`);
   }
-  Object.assign(box, { type: "search", placeholder: "softmax", className: "ops-filter" });
+  Object.assign(box, { type: "search", placeholder: "type a part of a name, such as soft", className: "ops-filter" });
   box.setAttribute("aria-label", "Show the functions with this in their names");
   found.setAttribute("role", "status");
   box.addEventListener("input", show);
@@ -24,3 +24,9 @@ if (table) {
   box.value = new URLSearchParams(location.search).get("op") ?? "";
   show();
 }
+
+// The lab's frame is as high as the lab, so that the page alone scrolls.
+const frame = document.querySelector("iframe.lab");
+addEventListener("message", ({ source, data }) => {
+  if (frame && source === frame.contentWindow && data.labHeight > 0) frame.style.height = `${data.labHeight}px`;
+});

@@ -1,4 +1,4 @@
-"""What MkDocs does besides: API pages, links out of docs/ and of the lab, and long names in tables."""
+"""What MkDocs does besides: API pages, the lab, links out of docs/, and long names in tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+
+from amp.numerics import lab
 
 HOME = "https://github.com/reamp/reamp"
 REPOSITORY = f"{HOME}/blob/main/"
@@ -116,20 +118,17 @@ def block(page: str, name: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the API pages, and let the lab's links stay on the site: its file goes about alone, too."""
+    """Add the API pages, and the lab, whose links stay on the site here."""
     for page, (title, names) in API.items():
         blocks = [block(page, name) for name in names.split()]
         text = "\n\n".join([f"# {title}", *blocks]) + "\n"
         files.append(File.generated(config, f"api/{page}.md", content=text))
-    lab = files.get_file_from_path("lab.html")
-    if lab is not None:
-        files.remove(lab)
-        files.append(File.generated(config, "lab.html", content=kept_inside(lab.content_string)))
+    files.append(File.generated(config, "lab.html", content=kept_inside(lab.page())))
     return files
 
 
 def kept_inside(page: str) -> str:
-    """Return a page of docs/ whose links to other pages lead to those of the site."""
+    """Return a page whose links to pages of docs/ lead to those of the site."""
     page = re.sub(rf'"{REPOSITORY}docs/([\w/-]+)\.md([#"])', r'"\1.html\2', page)
     return page.replace(f'"{HOME}"', '"index.html"')
 

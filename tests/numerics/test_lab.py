@@ -36,11 +36,6 @@ def test_the_page_needs_nothing_else(tmp_path: Path, capsys: Any) -> None:
     assert "cannot be written" in capsys.readouterr().err
 
 
-def test_it_is_published_as_it_is() -> None:
-    """Run `python -m amp lab --out docs/lab.html` after a change."""
-    assert (ROOT / "docs" / "lab.html").read_text(encoding="utf-8") == lab.page()
-
-
 def test_it_is_served_on_this_machine_alone() -> None:
     with lab.server() as running:
         host, port = running.server_address[:2]

@@ -170,21 +170,28 @@ def test_a_loss_scale_is_stepped_and_played(page: Page) -> None:
 def test_memory_is_compared(page: Page) -> None:
     def row(name: str) -> list[str]:
         for line in page["memory-table"].find_elements("tag name", "tr"):
-            if line.text.startswith(f"{name} "):
-                return str(line.text).split()
+            if line.text.replace("\n", " ").startswith(f"{name} "):
+                return line.text.replace("\n", " ").removeprefix(name).split()
         raise AssertionError(name)
 
-    assert row("O0")[1:4] == ["112.00", "too", "large"]
-    assert page.text("memory-out") == "Fits in 80 GB: O3."
+    small = "O2 O5 O7 O9, FusedAdam, split24, packed16"
+    assert row("O0, FusedAdam")[:3] == ["112.00", "too", "large"]
+    assert row(small)[:2] == ["49.00", "fits"]
+    said = "O5 with FusedAdam, split16, BF16 moments fits in 80 GB, with 10.00 GB to spare."
+    assert page.text("memory-out") == said  # as reamp memory says
+    page.set("memory-optimizer", "sgd-momentum")
+    said = "None of O5, O2, O4, O1, O0 fits in 80 GB; O3 with sgd-momentum would."
+    assert page.text("memory-out") == said
+    page.set("memory-optimizer", "adamw")
     page.press("memory-presets", "GPT-3")
-    assert row("O0")[4] == "700.00"
-    assert row("O0")[1] == "2800"
+    assert row("O0, adamw")[3] == "700.00"
+    assert row("O0, adamw")[0] == "2800"
     page.set("memory-world", 64)
     page.set("memory-sharding", "zero3")
-    page.set("memory-optimizer", "fusedadam")
-    assert row("O0")[1:3] == ["43.75", "fits"]
+    page.set("memory-optimizer", "FusedAdam")
+    assert row("O0, FusedAdam")[:2] == ["43.75", "fits"]
     page.set("memory-gpu", 40)
-    assert "O3" in page.text("memory-out")
+    assert page.text("memory-out").startswith("O5 with FusedAdam, split16 fits in 40 GB")
     page.set("memory-activations", "20e9")
     assert page.text("memory-out") == "Nothing fits in 40 GB."
     page.set("memory-params", "-5")
@@ -199,14 +206,18 @@ def test_fp8_is_scaled(page: Page) -> None:
                 return [float(part) for part in line.text.split()[1:]]
         raise AssertionError(name)
 
-    assert row("tensor")[0] > 40 > 1 > row("1x32")[0]
-    assert row("tensor")[1] == 0 < row("none")[1]
-    assert row("tensor")[2] > 3 * row("1x32")[2]
+    lost = [row(scaling)[0] for scaling in ("none", "tensor", "row", "1x32")]  # as the text says
+    assert lost == sorted(lost, reverse=True)
+    assert lost[0] > 60 > lost[1] > 40 > 1 > lost[2]
+    assert row("tensor")[1] > 10 * row("1x32")[1] > 0
+    assert row("tensor")[3] > 3 * row("1x32")[3]
     before = page["fp8-chart"].get_attribute("innerHTML")
     page.set("fp8-scaling", "1x32")
     assert page["fp8-chart"].get_attribute("innerHTML") != before
     page.set("fp8-outlier", 0)
     assert row("tensor")[0] < 10
+    page.set("fp8-mean", 4)
+    assert row("tensor")[2] == 0 < row("none")[2]
     page.set("fp8-spread", "0")
     assert page["fp8-spread"].get_attribute("aria-invalid") == "true"
 

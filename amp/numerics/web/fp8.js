@@ -35,11 +35,10 @@ function showFp8() {
   const rows = fp8Rows(values.mean, values.spread, values.outlier);
   const counts = exponents(quantize(rows, fmt, values.scaling).map(({ scaled }) => scaled));
   drawExponents("fp8-chart", fmt, counts, [-40, 30], { title: "number times its scale" });
-  const head = tableRow("th", ["a scale for", "become 0, %", "saturate, %", "median error, %", "dB"]);
+  const head = tableRow("th", ["a scale for", "become 0, %", "subnormal, %", "saturate, %", "median error, %"]);
   fillTable("fp8-table", head, data.scalings.map((scaling) => {
-    const { zero, saturated, median, decibels } = fp8Loss(rows, fmt, scaling);
-    const shares = [zero, saturated, median].map((part) => percent(part));
-    const row = tableRow("td", [scaling, ...shares, decibels.toFixed(1)]);
+    const { zero, subnormal, saturated, median } = fp8Loss(rows, fmt, scaling);
+    const row = tableRow("td", [scaling, ...[zero, subnormal, saturated, median].map((part) => percent(part))]);
     row.className = scaling === values.scaling ? "chosen" : "";
     return row;
   }));

@@ -2,30 +2,31 @@
 
 const termColours = { weights: "accent", gradients: "mantissa", masters: "mark", optimizer_state: "soft",
   activations: "sign", transient: "dim" };
-const nameOf = (row) => row.opt_level + (row.masters_kept === "split16" ? " split16" : "");
+const termHeads = { weights: "weights", gradients: "grads", masters: "masters", optimizer_state: "state",
+  activations: "kept", transient: "peak" };
+const nameOf = (row) => `${row.levels.join(" ")}, ${row.way}`.replace("BF16 moments", "bfloat16").replace("packed moments", "packed16");
 const gigabytes = (size) => (size / 1e9).toFixed(size < 1e12 ? 2 : 0);
 
 function drawMemory(rows, limit) {
-  const narrow = isNarrow("memory-chart");
-  const step = 26;
-  const chart = new Chart("memory-chart", 28 + rows.length * step + 56, { left: narrow ? 74 : 92, right: 62, top: 24 });
+  const step = 42; // a bar, and its name above it
+  const chart = new Chart("memory-chart", 28 + rows.length * step + 56, { left: 0, right: 62, top: 24 });
   const top = Math.max(...rows.map((row) => row.total), limit) / 1e9;
   const at = linear([0, top], [chart.left, chart.right]);
   rows.forEach((row, i) => {
-    const y = 30 + i * step;
+    const y = 46 + i * step;
     let sum = 0;
     for (const [term, colour] of Object.entries(termColours)) {
       const [from, to] = [at(sum / 1e9), at((sum + row[term]) / 1e9)];
       if (to > from) chart.bar(from, y, to, y + 16, { fill: `var(--${colour})`, class: "part" });
       sum += row[term];
     }
-    chart.text(0, y + 13, nameOf(row));
   });
   chart.line(at(limit / 1e9), 18, at(limit / 1e9), chart.bottom, { stroke: "var(--ink)", "stroke-dasharray": "6 4" });
   chart.text(at(limit / 1e9), 13, `${shown(limit / 1e9)} GB`, "middle");
   rows.forEach((row, i) => { // after the line, which they interrupt
     const look = row.total > limit ? "alarm halo" : "halo";
-    chart.text(at(row.total / 1e9) + 6, 43 + i * step, gigabytes(row.total), "start", look);
+    chart.text(at(row.total / 1e9) + 6, 59 + i * step, gigabytes(row.total), "start", look);
+    chart.text(0, 41 + i * step, nameOf(row), "start", "halo");
   });
   chart.numbersBelow(at, 0, top, "GB in each process", false);
 }
@@ -46,7 +47,7 @@ function fillTable(id, head, rows) {
 
 function fillMemoryTable(rows, limit) {
   const terms = Object.keys(termColours);
-  const heads = ["GB", "total", "verdict", ...terms.map((term) => term.replace("optimizer_", ""))];
+  const heads = ["GB", "total", "verdict", ...Object.values(termHeads)];
   const head = tableRow("th", heads, ["", "", "", ...terms.map((term) => termColours[term])]);
   fillTable("memory-table", head, rows.map((row) => {
     const fits = row.total <= limit;
@@ -64,9 +65,17 @@ function showMemory() {
   const limit = gpu * 1e9;
   drawMemory(rows, limit);
   fillMemoryTable(rows, limit);
-  const fitting = rows.filter((row) => row.total <= limit).map(nameOf);
+  const fitting = rows.filter((row) => row.total <= limit);
+  const level = data.first.find((each) => fitting.some((row) => row.levels.includes(each)));
   const place = `in ${shown(gpu)} GB`;
-  say("memory-out", fitting.length ? `Fits ${place}: ${fitting.join(", ")}.` : `Nothing fits ${place}.`);
+  if (!fitting.length) say("memory-out", `Nothing fits ${place}.`);
+  else if (!level) {
+    const others = fitting.map((row) => `${row.levels.join(" ")} with ${row.way}`).join(", ");
+    say("memory-out", `None of ${data.first.join(", ")} fits ${place}; ${others} would.`);
+  } else { // what reamp memory recommends
+    const row = fitting.find(({ levels }) => levels.includes(level));
+    say("memory-out", `${level} with ${row.way} fits ${place}, with ${gigabytes(limit - row.total)} GB to spare.`);
+  }
 }
 
 function startMemory() {

@@ -68,7 +68,7 @@ function memory(params, optimizer, { activations = 0, world = 1, sharding = "non
       transient: row.transient * params,
     };
     const total = Object.values(terms).reduce((sum, term) => sum + term, 0);
-    return { opt_level: row.opt_level, masters_kept: row.masters_kept, ...terms, total };
+    return { levels: row.levels, way: row.way, ...terms, total };
   });
 }
 
