@@ -96,6 +96,16 @@ def test_the_lab_leads_to_pages_of_the_site(site: Path) -> None:
 
 @needs_mkdocs
 @pytest.mark.slow
+def test_the_lab_in_its_frame_does_not_scroll(page: Page, site: Path) -> None:
+    page.driver.get((site / "the-lab.html").as_uri())
+    page.wait("return document.querySelector('iframe.lab').clientHeight > 3000")
+    page.driver.switch_to.frame(page.driver.find_element("css selector", "iframe.lab"))
+    page.wait("return document.documentElement.scrollHeight <= innerHeight + 1")
+    page.driver.switch_to.default_content()
+
+
+@needs_mkdocs
+@pytest.mark.slow
 def test_search_works_in_files(page: Page) -> None:
     page.wait("return document.readyState == 'complete'")
     box = page.driver.find_element("css selector", "input[data-md-component=search-query]")
