@@ -127,7 +127,7 @@ def test_profiles_load(profile: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" not in link:
+        if "://" not in link and link != "lab.html":  # which is made with the site
             check_link(page.parent, link, page)
 
 
