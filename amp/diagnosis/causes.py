@@ -221,6 +221,12 @@ def _unmasked(shadow: Shadow, nan: Op) -> str:
     return advice.filled(min(dtypes, key=lambda dtype: torch.finfo(dtype).max))
 
 
+def _is_mask(x: torch.Tensor, limit: float) -> bool:
+    """Whether several numbers of a tensor are the same one near the least of its format."""
+    low = x[:0] if x.is_complex() else x[x < -limit / 2]
+    return low.numel() > 1 and bool((low == low[0]).all())
+
+
 def _first_nan(shadow: Shadow, op: Op) -> Op:
     """Return the first op with a NaN after one, or the same if there is none."""
     return next((x for x in shadow.ops.values() if x.bad.has_nan and x.number > op.number), op)
@@ -293,8 +299,8 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
         todo = advice.keep_wide(op.place, shadow.properties, op.gives)
     if is_scaled:
         todo = f"Make the loss or its scale smaller: a mean instead of a sum. Or:\n{todo}"
-    if "add" in op.aten and any(bool((x.exact < -limit / 2).any()) for x in inputs_of(op)):
-        todo = f"{_unmasked(shadow, _first_nan(shadow, op))} Or:\n{todo}"  # the sum of two masks
+    if "add" in op.aten and any(_is_mask(x.real, limit) for x in inputs_of(op)):  # one of two masks
+        todo = f"{_unmasked(shadow, _first_nan(shadow, op))} Or:\n{todo}"
     return _finding(op, "range", f"{subject} {shown}; {ends}", todo)
 
 
@@ -458,10 +464,13 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
     at = f" at {list(source.at)}" if source.at else ""
     if owned.kind == "number":
         assert owned.tensor is not None
-        what = f"{owned.name} is made a tensor of {dtype_name(owned.tensor.dtype)}, and becomes "
-        what, todo = f"{what}inf", "Make the tensor in float32, or take a smaller number."
+        became = f"{'-' * op.bad.is_minus_inf}inf"
+        what = (
+            f"{owned.name} is made a tensor of {dtype_name(owned.tensor.dtype)}, and becomes {became}"
+        )
+        todo = "Make the tensor in float32, or take a smaller number."
         if op.bad.is_minus_inf:
-            what, todo = f"{what[:-3]}-inf", _unmasked(shadow, _first_nan(shadow, op))
+            todo = _unmasked(shadow, _first_nan(shadow, op))
         return replace(_finding(op, "cast", what, todo), value=source.value)
     if source.value is not None:
         dtype, limit = dtype_name(op.takes[0]), torch.finfo(op.takes[0]).max

@@ -133,7 +133,7 @@ def doctor(
     if not findings:  # then the step, which is not replayed, may still divide by 0
         said = [message.split(". ", 1) for one in attached for message in advise_on_eps(one.optimizer)]
         findings = [Finding("eps", what, todo, "step") for what, todo in said]
-    report = Report(findings, replay.ops)
+    report = Report(findings, replay.ops, unfollowed=replay.unfollowed)
     if not findings:
         return Prescription(report)
     cure = _Search(replay, findings[0]).cure()

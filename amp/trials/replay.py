@@ -26,6 +26,7 @@ from amp.casting.regions import disable_casts
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.findings import Finding
+from amp.diagnosis.guard import Unfollowed
 from amp.diagnosis.places import modules_of, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
@@ -50,6 +51,7 @@ class Replay:
         owner: the session.
         runs: how many runs were made.
         ops: how many ops the last of them had.
+        unfollowed: counts what could not be followed in the last of them.
         is_finite: whether the loss and the gradients of the last one were finite.
     """
 
@@ -62,7 +64,7 @@ class Replay:
     ) -> None:
         self._step, self.models, self.owner, self._attached = step, models, owner, attached
         self.runs = self.ops = 0
-        self.is_finite = True
+        self.is_finite, self.unfollowed = True, Unfollowed()
 
     def run(
         self,
@@ -82,7 +84,7 @@ class Replay:
         """
         shadow = Shadow(self.models, functools.partial(open_scale, self._attached))
         self.watched_by(shadow, modules, scale, arguments)
-        self.ops = len(shadow.ops)
+        self.ops, self.unfollowed = len(shadow.ops), shadow.unfollowed
         self.is_finite = not (shadow.gradients.bad_loss or shadow.gradients.bad)
         return findings_of(shadow)
 
