@@ -37,8 +37,8 @@ from amp.profiles.properties import excepting
 _ARGUMENT = re.compile(r"argument '(\w+)'")
 LEAST = 2.0**-150
 """Smaller numbers are 0 in FP32."""
-SOME, MOSTLY = 0.3, 0.5
-"""What share of numbers in 16 bits, and in more, may stand still."""
+SOME, MOSTLY, NEARLY_ALL = 0.3, 0.5, 0.9
+"""What share of numbers in 16 bits, and in more, may stand still, and of all wide weights together."""
 NOTHING = 1e-12
 """A smaller gradient moves no weight: optimizers divide by an eps of 1e-8."""
 FAR, WORSE, OFF, SHARE = 0.05, 10, 0.2, 0.01
@@ -405,14 +405,15 @@ def _chosen_wrongly(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
 def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:
     """Return what stood still in 16 bits, and wide weights if nothing else was found.
 
-    These count if half of all stand still: a bias before a batch norm has a gradient of 0, but for
-    rounding. Their decay does not: it is often smaller than the last digit, which does no harm.
+    These count if nearly all stand still, as by a tiny learning rate: a bias before a batch norm has a
+    gradient of 0, but for rounding. Their decay does not count: it is often smaller than the last
+    digit, which does no harm.
     """
     still = list(shadow.lost.still.values())
     narrow = [x for x in still if x.dtype.itemsize < 4]
     wide = [x for x in still if x.dtype.itemsize >= 4 and x.owned.kind == "weight" and not x.is_decay]
     trained = sum(p.numel() for name, p in shadow.named_parameters() if name in shadow.gradients.known)
-    is_most = not findings and sum(x.share * x.numbers for x in wide) > MOSTLY * trained
+    is_most = not findings and sum(x.share * x.numbers for x in wide) > NEARLY_ALL * trained
     return narrow + wide if is_most else narrow
 
 

@@ -578,3 +578,13 @@ def test_moments_of_what_has_converged_stand_still() -> None:
         for _ in steps(optimizer, 21):
             F.cross_entropy(model(X[:8]), Y[:8]).backward()
     assert watch.report.is_healthy, str(watch.report)
+
+
+def test_half_of_the_weights_in_float32_may_stand_still_where_gradients_are_small() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    with amp.watch(at=[4]) as watch:
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        for _ in steps(optimizer, 5):
+            model(torch.ones(3, 64)).softmax(1).square().mean().backward()
+    assert watch.report.is_healthy, str(watch.report)
