@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import math
 import pickle
+from collections.abc import Iterator, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from textwrap import fill
@@ -20,6 +21,7 @@ from amp.numerics.formats import FORMATS, Format, as_format
 from amp.numerics.fp8_simulation import fp8_losses, simulate_fp8
 from amp.numerics.memory import TERMS
 from amp.numerics.planning import (
+    Row,
     Transformer,
     answer,
     as_bytes,
@@ -404,13 +406,10 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
     header += [] if limit is None else ["fits"]
     unit, of = unit_of(most := max(row.footprint.total for row in found))
     digits = 1 if most >= 100 * of else 2
-    data, rows, above = [], [], ""
-    for levels, optimizer, footprint in found:
+    data, rows = [], []
+    for (levels, _, footprint), way in zip(found, _ways(found), strict=True):
         sizes_of = [f"{getattr(footprint, x) / of:,.{digits}f}" for x in (*terms, "total")]
-        name, *kept = optimizer.split(", ")
-        kept = [_SHORT.get(word, word) for word in kept]
-        way = f"+ {', '.join(kept)}" if kept and name == above else ", ".join([name, *kept])
-        row, above = [" ".join(levels), way, *sizes_of], name
+        row = [" ".join(levels), way, *sizes_of]
         for level in levels:
             entry = dataclasses.asdict(footprint) | {"opt_level": level, "total": footprint.total}
             if limit is not None:
@@ -440,6 +439,16 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
         said.append("Activations are not counted: give --model, --script or --activations.")
     printer.line(fill(" ".join(said), WIDTH))
     return data
+
+
+def _ways(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the optimizer of each row in few words: the name once, and what is kept below it."""
+    above = ""
+    for row in rows:
+        name, *kept = row.optimizer.split(", ")
+        kept = [_SHORT.get(word, word) for word in kept]
+        yield f"+ {', '.join(kept)}" if kept and name == above else ", ".join([name, *kept])
+        above = name
 
 
 _SHORT = {
