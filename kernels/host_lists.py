@@ -150,7 +150,10 @@ def load_in_background() -> None:
     if kept is None:
         in_background(_compile)
     else:
-        _use(kept)
+        try:
+            _use(kept)
+        except RuntimeError:  # tensors that are made under a transform of torch.func have no address
+            _has_begun = False
 
 
 def _source() -> str:

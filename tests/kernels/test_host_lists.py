@@ -304,6 +304,24 @@ def test_a_library_that_cannot_be_imported_is_left_alone(
     assert host_lists.lists is InPython
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # of torch's own code
+def test_initialize_under_a_transform_leaves_them_for_later(
+    in_cpp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_lists, "_has_begun", False)
+    monkeypatch.setattr(host_lists, "lists", InPython)
+
+    def forward(x: Tensor) -> Tensor:
+        with amp.Session("O4", verbosity=0) as session:
+            session.initialize(nn.Linear(2, 2))
+        return x
+
+    torch.func.jvp(forward, (torch.ones(1, 2),), (torch.ones(1, 2),))
+    assert host_lists.lists is InPython
+    host_lists.load_in_background()
+    assert host_lists.lists is not InPython
+
+
 def test_where_nothing_can_be_compiled_nobody_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
