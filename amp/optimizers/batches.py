@@ -86,7 +86,7 @@ def kinds_of(lists: Sequence[TensorList]) -> list[Any]:
     try:
         have_memory = [all(x.addresses) or x.has_memory for x in lists]
         return [(x.kind, x.device) for x in lists] if all(have_memory) else []
-    except (RuntimeError, AttributeError):  # of sparse ones, of those with values elsewhere, of others
+    except (RuntimeError, AttributeError, TypeError):  # of sparse tensors, and of what is none
         return []
 
 
