@@ -522,7 +522,7 @@ def test_a_float64_model_stays_one(level: str) -> None:
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_model_is_refused_where_it_cannot_be_cast() -> None:
     model: Any = torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2))
-    with pytest.raises(RuntimeError, match="Call amp.initialize first, and script or trace"):
+    with pytest.raises(RuntimeError, match="Call amp.initialize first, and trace what it returns"):
         amp.initialize(nn.Sequential(model), opt_level="O2")
     amp.initialize(nn.Sequential(model), opt_level="O0")
 
