@@ -56,6 +56,18 @@ def check_verbosity(value: Any) -> None:
         raise AmpTypeError(f"verbosity={brief(value)} is neither 0, which logs nothing, nor 1")
 
 
+def check_third_argument(enabled: Any) -> None:
+    """Raise AmpTypeError if the argument enabled is something else that training needs."""
+    if isinstance(enabled, nn.Module) or is_optimizer(enabled):
+        what = "optimizers" if is_optimizer(enabled) else "models"
+        remedy = f"Pass several {what} as one list: amp.initialize([...], [...], opt_level=...)"
+    elif hasattr(enabled, "optimizer") or isinstance(enabled, torch.utils.data.DataLoader):
+        remedy = "Leave it out: schedulers and data loaders go on without a change"
+    else:
+        return
+    raise AmpTypeError(f"enabled is True or False, and got {_named(enabled)}. {remedy}")
+
+
 class Prepared(tuple[Any, Any]):
     """The result of `initialize` for models and optimizers: a tuple that has to be unpacked.
 

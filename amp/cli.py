@@ -24,6 +24,13 @@ GROUPS = {
     "numbers": ("bits", "ranges", "ulp", "simulate", "simulate-fp8", "survival", "crises", "lab"),
 }
 """The commands, in the order of `--help`."""
+_MEANT = dict.fromkeys(("launch", "train", "exec"), "run") | {
+    "diagnose": "doctor",
+    "watch": "doctor",
+    "estimate-memory": "memory",
+    "version": "--version",
+}
+"""Commands of other programs, and what they are called here."""
 _WIDTH = 80
 
 
@@ -129,7 +136,10 @@ class _Parser(argparse.ArgumentParser):
         known: dict[str, _Parser] = self.commands.choices
         name = next((word for word in given[:1] if not word.startswith("-")), None)
         if name is not None and name not in known:
-            self.error(f"there is no command '{name}'{did_you_mean(name, known)}")
+            meant = f"; did you mean '{_MEANT[name]}'?" if name in _MEANT else did_you_mean(name, known)
+            if name.endswith(".py"):
+                meant = f"; did you mean 'run {name}', 'doctor {name}' or 'compare {name}'?"
+            self.error(f"there is no command '{name}'{meant}")
         parser = self if name is None else known[name]
         options = [option for action in parser._actions for option in action.option_strings]
         for word, value in zip(given, [*given[1:], "-"], strict=False):

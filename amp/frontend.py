@@ -11,7 +11,7 @@ from typing import Any, Literal, Unpack, overload
 from torch import Tensor
 
 from amp import checkpoint
-from amp.arguments import Models, Optimizers, attached_to, what_to_pass
+from amp.arguments import Models, Optimizers, attached_to, check_third_argument, what_to_pass
 from amp.distributed import ProcessGroup
 from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.kernels.interrupts import followed_by
@@ -170,6 +170,7 @@ def _check_arguments(models: object, enabled: object, others: Mapping[str, Any])
         is_flag = enabled.lower() in ("true", "false")
         meant = f"enabled={enabled.title()}, without quotes" if is_flag else f"opt_level={shown}"
         raise AmpTypeError(f"enabled={shown} is not a bool; did you mean {meant}?")
+    check_third_argument(enabled)
     for name in sorted(others.keys() - OVERRIDE_KEYS.keys()):
         takes = dict.fromkeys([*inspect.signature(initialize).parameters, *OVERRIDE_KEYS])
         del takes["others"]

@@ -14,12 +14,45 @@ _OF_ATTRIBUTES = {
     "amp.initialize(model, optimizer, opt_level='O1') casts in the model's forward, and 'O4' does in "
     "bfloat16: no region is needed": "autocast autocast_mode autocast_model autocast_decorator",
     "opt_level='O6' of amp.initialize runs linear layers in FP8: no region or conversion is needed": (
-        "fp8_autocast fp8_model_init quantized_model_init convert_to_float8_training float8 fp8"
+        "fp8_autocast fp8_model_init quantized_model_init convert_to_float8_training float8 fp8 "
+        "Float8Linear TransformerLayer LayerNormLinear LayerNormMLP"
     ),
     "the end of an amp.scale_loss block unscales the gradients: leave it out": "unscale_ unscale",
     f"a loss is scaled in a block: {_BLOCK}": "scale backward scaled_loss loss_scaler scaler",
-    "call optimizer.step() after the amp.scale_loss block, whose end updates the scale": "step update",
+    "call optimizer.step() after the amp.scale_loss block, whose end updates the scale": (
+        "step update optimizer_step"
+    ),
     "amp.loss_scale() returns the scale": "get_scale get_loss_scale",
+    "the argument loss_scale of amp.initialize sets the scale": (
+        "set_scale set_loss_scale init_scale reset_scale reset_loss_scale"
+    ),
+    "amp.step_was_skipped(optimizer) says whether its last step was skipped": (
+        "skipped overflow has_overflow check_overflow found_inf optimizer_step_was_skipped"
+    ),
+    "make an amp.scale_loss block for each backward, and step after the last": (
+        "accumulate gradient_accumulation"
+    ),
+    "save model.state_dict(), optimizer.state_dict() and amp.state_dict() with torch.save, and load "
+    "each with its own load_state_dict": (
+        "save_checkpoint load_checkpoint save_model load_model save_state load_state"
+    ),
+    "the argument opt_level of amp.initialize takes a level, such as 'O2', or the path of a YAML "
+    "profile": ("opt_level opt_levels OptLevel get_opt_level set_opt_level precision mixed_precision"),
+    "the argument enabled of amp.initialize says it": "is_enabled enable disable",
+    "amp.get_session(optimizer).close() ends what amp.initialize began": (
+        "close end finish shutdown free_memory end_training"
+    ),
+    "amp.initialize returns the model itself, without a wrapper": "unwrap_model unwrap",
+    "call amp.initialize first, and wrap the model then: "
+    "torch.nn.parallel.DistributedDataParallel(model)": (
+        "DistributedDataParallel DDP parallel data_parallel"
+    ),
+    "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) converts a model": (
+        "convert_syncbn_model SyncBatchNorm convert_sync_batchnorm"
+    ),
+    "torch.cuda.is_bf16_supported() says it": "is_bf16_supported is_bfloat16_supported",
+    "did you mean 'half_function'?": "fp16_function float16_function",
+    "did you mean 'register_half_function'?": "register_fp16_function register_float16_function",
     "amp.initialize(model, optimizer, opt_level=...) prepares models and optimizers": (
         "prepare setup init convert wrap autocast_initialize half to_half Amp Accelerator Fabric "
         "Policy MixedPrecision MixedPrecisionPolicy MixedPrecisionPlugin network_to_half"
@@ -70,6 +103,17 @@ _OF_KEYWORDS = {
     ),
     "keep_batchnorm_fp32 says it, and keep_norm_fp32 does for all norms": "keep_fp32 norm_dtype",
     "fp8 says it": "fp8_recipe recipe fp8_format fp8_enabled fp8_config float8 enable_fp8 use_fp8",
+    "fp4 says it": "fp4_recipe fp4_format fp4_enabled fp4_config enable_fp4 use_fp4",
+    "it belongs under fp8, which takes a mapping such as {{'recipe': 'delayed', 'amax_history': "
+    "1024}}": ("amax_history amax_history_len amax_algo amax_compute_algo margin reduce_amax"),
+    "rules says it: [{{'module': 'head', 'cast': 'float32'}}] keeps a module in FP32": (
+        "fp32_modules keep_fp32_modules keep_in_fp32_modules skip_modules exclude exclude_modules "
+        "modules_to_not_convert ignored_modules llm_int8_skip_modules"
+    ),
+    "reduce_dtype says it": "communication_data_type gradient_dtype grad_reduce_dtype all_reduce_dtype",
+    "leave it out, and pass the optimizer of these parameters": (
+        "model_parameters model_params parameters params"
+    ),
     "verbosity says it: 0 logs nothing": "log_level loglevel logging quiet silent print_level",
     "process_group says it": "group pg amax_reduction_group fp8_group",
     "clip after the amp.scale_loss block, with torch.nn.utils.clip_grad_norm_": (

@@ -295,6 +295,26 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
             "it is missing, and checkpoint['optim'] has it: pass that; expected a list of 1 groups",
         ),
         (
+            lambda: loading(lambda m, o: amp.state_dict()),
+            "it is missing, and amp.state_dict() returned this: amp.load_state_dict takes it; expected",
+        ),
+        (
+            lambda: ANY.initialize(*fresh(), schedule(fresh()[1]), opt_level="O2"),
+            "enabled is True or False, and got StepLR. Leave it out: schedulers and data loaders go on",
+        ),
+        (
+            lambda: ANY.initialize(*fresh(), torch.utils.data.DataLoader([X]), opt_level="O2"),
+            "enabled is True or False, and got DataLoader. Leave it out: schedulers and data loaders",
+        ),
+        (
+            lambda: ANY.initialize(*fresh(), fresh()[1], opt_level="O2"),
+            "enabled is True or False, and got AdamW. Pass several optimizers as one list: amp.initi",
+        ),
+        (
+            lambda: ANY.initialize(*fresh(), *fresh()),
+            "enabled is True or False, and got Sequential. Pass several models as one list: amp.initi",
+        ),
+        (
             lambda: loading(lambda m, o: torch.optim.SGD(m.parameters(), 0.1).state_dict()),
             "has no usable 'betas': it is missing; expected a setting that this optimizer has; perhaps",
         ),
@@ -375,6 +395,20 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
             ["docter", "x.py"],
             "reamp: there is no command 'docter'; did you mean 'doctor'? See reamp --help",
         ),
+        (
+            ["launch", "x.py"],
+            "reamp: there is no command 'launch'; did you mean 'run'? See reamp --help",
+        ),
+        (["x.py"], "command 'x.py'; did you mean 'run x.py', 'doctor x.py' or 'compare x.py'? See"),
+        (
+            ["run", "--opt-level", "O2", "x.py"],
+            "no file '--opt-level'; options of the script come after it: reamp run script.py --opt",
+        ),
+        (
+            ["run", "torchrun", "x.py"],
+            "no file 'torchrun'; the launcher comes first: torchrun ... -m amp run script.py",
+        ),
+        (["run", "python", "x.py"], "; the launcher comes first: python -m amp run script.py"),
         (
             ["compare", "x.py", "--levls", "O2"],
             "unrecognized arguments: --levls O2; did you mean '--lev",

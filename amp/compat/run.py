@@ -18,6 +18,9 @@ from amp.errors import AmpValueError
 _STANDIN = Path(__file__).with_name("standin")
 """The folder in which processes that a script spawns find apex."""
 
+_LAUNCHERS = {"torchrun": "... -m ", "python": "-m ", "python3": "-m "}
+"""Programs that users put before the script, and what they take before `amp run`."""
+
 _run_module: Callable[..., object] = vars(runpy)["_run_module_as_main"]
 """The function that `python` itself calls, for `-m` and for a folder."""
 
@@ -42,7 +45,12 @@ def runner(arguments: Sequence[str]) -> Callable[[], object]:
         return functools.partial(_start, module, ["-m", *given[2:]], Path.cwd())
     script = Path(given[0]).absolute()  # a script may change the folder
     if not script.exists():
-        raise AmpValueError(f"there is no file '{given[0]}'")
+        hint = ""
+        if given[0].startswith("-"):
+            hint = f"; options of the script come after it: reamp run script.py {given[0]}"
+        elif given[0] in _LAUNCHERS:
+            hint = f"; the launcher comes first: {given[0]} {_LAUNCHERS[given[0]]}amp run script.py"
+        raise AmpValueError(f"there is no file '{given[0]}'{hint}")
     if pkgutil.get_importer(str(script)) is not None:  # a folder or a zip file with a __main__.py
         folder = functools.partial(_run_module, "__main__", alter_argv=False)
         return functools.partial(_start, folder, given, script)

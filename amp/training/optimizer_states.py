@@ -55,6 +55,9 @@ def structure_of(
     if holders and "param_groups" not in own:
         found_there = f"it is missing, and checkpoint[{brief(holders[0])}] has it: pass that"
         checks.fail("state_dict", "param_groups", found_there, expected)
+    if "loss_scaler0" in own and "param_groups" not in own:
+        found_there = "it is missing, and amp.state_dict() returned this: amp.load_state_dict takes it"
+        checks.fail("state_dict", "param_groups", found_there, expected)
     saved = dict(enumerate(checks.items(own, "param_groups", "state_dict", expected, len(groups))))
     found: dict[Any, Tensor] = {}
     for i, known in enumerate(groups):
