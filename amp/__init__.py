@@ -80,16 +80,10 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name != f"amp.{name}":
                 raise
-            import opcode
-
-            from amp.other_names import hint_at_attribute
+            from amp.other_names import hint_at_attribute, no_such_name
 
             hint = hint_at_attribute(name, __dir__())
-            caller = sys._getframe(1)
-            if caller.f_code.co_code[caller.f_lasti] == opcode.opmap["IMPORT_FROM"]:
-                message = f"cannot import name '{name}' from 'amp'{hint}"
-                raise ImportError(message, name=name, path=__file__) from None
-            raise AttributeError(f"module 'amp' has no attribute '{name}'{hint}") from None
+            raise no_such_name(__name__, __file__, name, hint, sys._getframe(1)) from None
     globals()[name] = value
     return value
 

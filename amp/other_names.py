@@ -4,8 +4,10 @@ Each table maps what to write to the names, all of one library or several, that 
 """
 
 import difflib
+import opcode
 import sys
 from collections.abc import Iterable, Mapping
+from types import FrameType
 
 from amp.errors import did_you_mean
 
@@ -142,6 +144,24 @@ def hint_at_attribute(name: str, known: Iterable[str]) -> str:
         if name in vars(sys.modules.get(place, torch)):
             return f"; it is {place}.{name}"
     return f"; {others[near]}" if near in others else near and f"; did you mean '{near}'?"
+
+
+def no_such_name(
+    module: str, path: str, name: str, hint: str, caller: FrameType
+) -> AttributeError | ImportError:
+    """Return the error about a name that a module does not have.
+
+    Args:
+        module: the module's name.
+        path: the module's file.
+        name: the name that it does not have.
+        hint: the end of the message.
+        caller: the frame that asked for the name. For its `from module import name` this is an
+            ImportError, because Python drops the message of another error there.
+    """
+    if caller.f_code.co_code[caller.f_lasti] == opcode.opmap["IMPORT_FROM"]:
+        return ImportError(f"cannot import name '{name}' from '{module}'{hint}", name=name, path=path)
+    return AttributeError(f"module '{module}' has no attribute '{name}'{hint}")
 
 
 def hint_at_keyword(name: str, known: Iterable[str], level: str) -> str:

@@ -82,6 +82,16 @@ def test_a_name_of_another_library_says_what_to_write(name: str, meant: str) -> 
     assert not hasattr(amp, name)
 
 
+@pytest.mark.parametrize("name", ["FusedAdamW", "AdamW", "DeepSpeedCPUAdam", "FusedLamb"])
+def test_an_optimizer_that_does_not_exist_says_which_do(name: str) -> None:
+    text = f"'{name}'; it has FusedAdagrad, FusedAdam, FusedLAMB, "
+    with pytest.raises(AttributeError, match=f"^module 'amp.optimizers' has no attribute {text}"):
+        getattr(amp.optimizers, name)
+    imported = f"from 'amp.optimizers'{text.removeprefix(repr(name))}"
+    with pytest.raises(ImportError, match=f"^cannot import name '{name}' {imported}"):
+        exec(f"from amp.optimizers import {name}")
+
+
 def test_a_name_that_means_nothing_gets_no_far_fetched_hint() -> None:
     with pytest.raises(AttributeError, match=r"^module 'amp' has no attribute 'nothing'$"):
         _ = ANY.nothing
