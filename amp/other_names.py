@@ -17,7 +17,7 @@ _OF_ATTRIBUTES = {
     "bfloat16: no region is needed": "autocast autocast_mode autocast_model autocast_decorator",
     "opt_level='O6' of amp.initialize runs linear layers in FP8: no region or conversion is needed": (
         "fp8_autocast fp8_model_init quantized_model_init convert_to_float8_training float8 fp8 "
-        "Float8Linear TransformerLayer LayerNormLinear LayerNormMLP"
+        "Float8Linear TransformerLayer"
     ),
     "the end of an amp.scale_loss block unscales the gradients: leave it out": "unscale_ unscale",
     f"a loss is scaled in a block: {_BLOCK}": "scale backward scaled_loss loss_scaler scaler",
@@ -54,6 +54,8 @@ _OF_ATTRIBUTES = {
     ),
     "torch.cuda.is_bf16_supported() says it": "is_bf16_supported is_bfloat16_supported",
     "did you mean 'half_function'?": "fp16_function float16_function",
+    "did you mean 'bfloat16_function'?": "bf16_function",
+    "did you mean 'register_bfloat16_function'?": "register_bf16_function",
     "did you mean 'register_half_function'?": "register_fp16_function register_float16_function",
     "amp.initialize(model, optimizer, opt_level=...) prepares models and optimizers": (
         "prepare setup init convert wrap autocast_initialize half to_half Amp Accelerator Fabric "

@@ -67,6 +67,8 @@ def initialized(level: str = "O2") -> tuple[Any, Any]:
         ("convert_syncbn_model", "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) converts a"),
         ("is_bf16_supported", "torch.cuda.is_bf16_supported() says it"),
         ("fp16_function", "did you mean 'half_function'?"),
+        ("bf16_function", "did you mean 'bfloat16_function'?"),
+        ("register_bf16_function", "did you mean 'register_bfloat16_function'?"),
         ("register_fp16_function", "did you mean 'register_half_function'?"),
         ("TransformerLayer", "opt_level='O6' of amp.initialize runs linear layers in FP8"),
         ("DelayedScaling", "takes a recipe, such as fp8='delayed'"),
@@ -161,6 +163,17 @@ def test_a_key_of_a_file_names_its_own_word_for_a_level(tmp_path: Any) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("extends: O2\nprecision: 16\n")
     with pytest.raises(TypeError, match=r"p.yaml:2: .*'precision'.*; extends says it: 'O1' or 'O2'"):
+        amp.load_profile(path)
+
+
+@pytest.mark.parametrize("name", ["enabled", "num_losses", "verbosity", "process_group"])
+def test_an_argument_of_initialize_in_a_file(tmp_path: Any, name: str) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(f"extends: O2\n{name}: 1\n")
+    text = (
+        f"p.yaml:2: there is no property '{name}'.*; it is an argument of amp.initialize, and no prop"
+    )
+    with pytest.raises(TypeError, match=text):
         amp.load_profile(path)
 
 

@@ -13,10 +13,9 @@ from amp.other_names import no_such_name
 
 __all__ = ["FusedAdagrad", "FusedAdam", "FusedLAMB", "FusedLion", "FusedNovoGrad", "FusedSGD"]
 
-
 if not TYPE_CHECKING:  # type checkers would take it for a module that has every name
 
     def __getattr__(name: str) -> NoReturn:
-        """Raise AttributeError, or ImportError: there is no such name. The message says which there are."""
+        """Raise AttributeError, or ImportError, whose message says which names there are."""
         hint = "" if name.startswith("_") else f"; it has {', '.join(__all__)}"
         raise no_such_name(__name__, __file__, name, hint, sys._getframe(1))

@@ -159,11 +159,17 @@ OVERRIDE_KEYS = {
 """The overrides that a caller may pass, by name."""
 
 
+_OF_INITIALIZE = {"enabled", "num_losses", "verbosity", "process_group"}
+"""Arguments that people write into a file."""
+
+
 def hint_at(name: str, takes: Iterable[str]) -> str:
     """Return what a key or keyword that does not exist may mean, or an empty text."""
     if any(name in (key.name, *key.aliases) for key in SCALING_KEYS.values()):
         return f"; it belongs under loss_scale, which takes a mapping such as {{'{name}': ...}}"
     takes = list(takes)
+    if name in _OF_INITIALIZE:
+        return "; it is an argument of amp.initialize, and no property"
     hint = hint_at_keyword(name, takes, "extends" if "extends" in takes else "opt_level")
     if not hint and (meant := beginning_with(name, SCALING_KEYS)):
         hint = f"{meant.removesuffix('?')}, under loss_scale?"
