@@ -114,6 +114,9 @@ _OF_KEYWORDS = {
         "fp32_modules keep_fp32_modules keep_in_fp32_modules skip_modules exclude exclude_modules "
         "modules_to_not_convert ignored_modules llm_int8_skip_modules"
     ),
+    "it belongs under loss_scale, which takes a mapping such as {{'initial_scale_power': 16}}": (
+        "initial_scale_power"
+    ),
     "reduce_dtype says it": "communication_data_type gradient_dtype grad_reduce_dtype all_reduce_dtype",
     "leave it out, and pass the optimizer of these parameters": (
         "model_parameters model_params parameters params"

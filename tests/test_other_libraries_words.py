@@ -136,6 +136,10 @@ SCALE = "; loss_scale says it: 'dynamic', a number, or a mapping such as {'init'
         ("fp4_recipe", "; fp4 says it"),
         ("amax_history_len", "; it belongs under fp8, which takes a mapping such as {'recipe': 'del"),
         ("modules_to_not_convert", "; rules says it: [{'module': 'head', 'cast': 'float32'}] keeps"),
+        (
+            "initial_scale_power",
+            "; it belongs under loss_scale, which takes a mapping such as {'initial",
+        ),
         ("communication_data_type", "; reduce_dtype says it"),
         ("model_parameters", "; leave it out, and pass the optimizer of these parameters"),
         ("gradient_clip_val", "; clip after the amp.scale_loss block"),
