@@ -270,8 +270,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
     parameters. The host does not wait for the device.
 
     Raises:
-        AmpAttributeError: `optimizer` has no `param_groups`. The first parameter raises it, not the
-        call.
+        AmpAttributeError: `optimizer` has no `param_groups`. It is raised with the first parameter.
     """
     groups = getattr(optimizer, "param_groups", None)
     if groups is None:
