@@ -113,7 +113,10 @@ def test_steps_out_of_range(tmp_path: Path, steps: str, capsys: pytest.CaptureFi
 
 
 def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(f"{TRAIN}\nmain(float('inf'), 10**9, 0.5)\n")
+    train = TRAIN.replace(
+        "time.sleep(pause)", "i == 5 and open('stepped', 'w').close(); time.sleep(pause)"
+    )
+    (tmp_path / "train.py").write_text(f"{train}\nmain(float('inf'), 10**9, 0.5)\n")
     with subprocess.Popen(
         doctor("doctor", "train.py", "--steps", "1000"),
         cwd=tmp_path,
@@ -122,7 +125,8 @@ def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        time.sleep(12)
+        while not (tmp_path / "stepped").exists() and process.poll() is None:
+            time.sleep(0.1)
         process.send_signal(signal.SIGINT)
         said, error = process.communicate(timeout=120)
     assert "argument 'input' is not finite" in said, error
