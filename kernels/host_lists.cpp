@@ -104,22 +104,28 @@ static PyObject *addresses(PyObject *, PyObject *list)
     return filled;
 }
 
-/* A list of the version of each tensor. */
-static PyObject *versions(PyObject *, PyObject *list)
+/* A list of what a function makes of each tensor, or null if it makes none, with its error. */
+template <class F> static PyObject *list_of(PyObject *list, F make)
 {
     if (!are_tensors(list, -1)) return nullptr;
     const Py_ssize_t n = PyList_GET_SIZE(list);
     PyObject *result = PyList_New(n);
     PyObject *filled = result ? guarded([&]() -> PyObject * {
         for (Py_ssize_t i = 0; i < n; i++) {
-            PyObject *version = PyLong_FromLong(impl_of(PyList_GET_ITEM(list, i))->version_counter().current_version());
-            if (!version) return nullptr;
-            PyList_SET_ITEM(result, i, version);
+            PyObject *made = make(PyList_GET_ITEM(list, i));
+            if (!made) return nullptr;
+            PyList_SET_ITEM(result, i, made);
         }
         return result;
     }) : nullptr;
     if (!filled) Py_XDECREF(result);
     return filled;
+}
+
+/* A list of the version of each tensor. */
+static PyObject *versions(PyObject *, PyObject *list)
+{
+    return list_of(list, [](PyObject *x) { return PyLong_FromLong(impl_of(x)->version_counter().current_version()); });
 }
 
 /* Arguments: tensors and gradients, or None. Whether the `.grad` of each is that one. */
@@ -311,20 +317,10 @@ static float *number_of(PyObject *x)
 /* A list of the number that each tensor has. */
 static PyObject *numbers(PyObject *, PyObject *list)
 {
-    if (!are_tensors(list, -1)) return nullptr;
-    const Py_ssize_t n = PyList_GET_SIZE(list);
-    PyObject *result = PyList_New(n);
-    PyObject *filled = result ? guarded([&]() -> PyObject * {
-        for (Py_ssize_t i = 0; i < n; i++) {
-            const float *number = number_of(PyList_GET_ITEM(list, i));
-            PyObject *known = number ? PyFloat_FromDouble(*number) : nullptr;
-            if (!known) return nullptr;
-            PyList_SET_ITEM(result, i, known);
-        }
-        return result;
-    }) : nullptr;
-    if (!filled) Py_XDECREF(result);
-    return filled;
+    return list_of(list, [](PyObject *x) {
+        const float *number = number_of(x);
+        return number ? PyFloat_FromDouble(*number) : nullptr;
+    });
 }
 
 /* Arguments: tensors of one number, and a number to add to each. */

@@ -291,8 +291,7 @@ class Pairs:
             store_grads(self.models)
             for model in self.models:
                 model.grad_dtype = None
-        if not host_lists.lists.set_grads(self.models, grads):
-            store_grads(self.models, grads)
+        store_grads(self.models, grads)
 
     def forget_grads(self) -> None:
         """Note that both sides have no gradient, or none yet."""
