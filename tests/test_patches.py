@@ -99,8 +99,8 @@ def _warm() -> None:
 def listed() -> dict[str, list[str]]:
     """Return the rows of the page's table: by attribute, the cells after it."""
     text = PAGE.read_text().partition("## What is patched")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", text, flags=re.M)
-    return {name: cells.split(" | ") for name, cells in rows}
+    rows = re.findall(r"^\| (`[^|]+`) \| (.*) \|$", text, flags=re.M)
+    return {name: cells.split(" | ") for names, cells in rows for name in re.findall(r"[\w.]+", names)}
 
 
 def at(level: str) -> set[str]:

@@ -1,10 +1,12 @@
-"""What MkDocs does besides: API pages, the lab, links out of docs/, and long names in tables."""
+"""What MkDocs does besides: API pages, the list of files, the lab, links, and long names in tables."""
 
 from __future__ import annotations
 
+import ast
 import os
 import posixpath
 import re
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -118,13 +120,32 @@ def block(page: str, name: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the API pages, and the lab, whose links stay on the site here."""
+    """Add the API pages, the list of files, and the lab, whose links stay on the site here."""
     for page, (title, names) in API.items():
         blocks = [block(page, name) for name in names.split()]
         text = "\n\n".join([f"# {title}", *blocks]) + "\n"
         files.append(File.generated(config, f"api/{page}.md", content=text))
+    files.append(File.generated(config, "files.md", content=files_page()))
     files.append(File.generated(config, "lab.html", content=kept_inside(lab.page())))
     return files
+
+
+def files_page() -> str:
+    """Return the page that lists the modules, each with the first line of its docstring."""
+    packages: dict[str, list[str]] = defaultdict(list)
+    for folder in ("amp", "kernels"):
+        for path in sorted((DOCS.parent / folder).rglob("*.py")):
+            where = path.relative_to(DOCS.parent)
+            is_link = any(parent.is_symlink() for parent in path.parents)
+            if not is_link and path.name not in ("__init__.py", "__main__.py"):
+                summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
+                packages[str(where.parent)].append(f"| `{where.name}` | {summary} |")
+    parts = [
+        f"## `{package}`\n\n| file | what is in it |\n|---|---|\n" + "\n".join(rows)
+        for package, rows in packages.items()
+        if "apex" not in package
+    ]
+    return "\n\n".join(["# Files", "[Architecture](architecture.md) explains the layers.", *parts]) + "\n"
 
 
 def kept_inside(page: str) -> str:

@@ -1,4 +1,4 @@
-"""Writes what says what the code says: docs/cli.md, docs/ops-table.md, and a list in architecture.md.
+"""Writes what says what the code says: docs/cli.md and docs/ops-table.md.
 
 PYTHONPATH=. python docs/site/reference.py
 """
@@ -6,7 +6,6 @@ PYTHONPATH=. python docs/site/reference.py
 from __future__ import annotations
 
 import argparse
-import ast
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,29 +108,7 @@ def _does(rule: OpRule, table: dict[str, OpRule], policy: OpPolicy) -> str:
     }[rule.category]
 
 
-def architecture_page() -> str:
-    """Return docs/architecture.md, with the first line of each module in its list of files."""
-    page = (DOCS / "architecture.md").read_text()
-    before, heading, rest = page.partition(FILES)
-    _, after, others = rest.partition("\n## ")
-    packages: dict[str, list[str]] = defaultdict(list)
-    for folder in ("amp", "kernels"):
-        for path in sorted((DOCS.parent / folder).rglob("*.py")):
-            where = path.relative_to(DOCS.parent)
-            is_link = any(parent.is_symlink() for parent in path.parents)
-            if not is_link and path.name not in ("__init__.py", "__main__.py"):
-                summary = (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0]
-                packages[str(where.parent)].append(f"| `{where.name}` | {summary} |")
-    parts = [
-        f"### `{package}`\n\n| file | what is in it |\n|---|---|\n" + "\n".join(rows)
-        for package, rows in packages.items()
-        if "apex" not in package
-    ]
-    return before + heading + "\n\n".join([NOTE, *parts]) + "\n" + after + others
-
-
-FILES = "## The files\n\n"
-PAGES = {"architecture.md": architecture_page, "cli.md": cli_page, "ops-table.md": ops_page}
+PAGES = {"cli.md": cli_page, "ops-table.md": ops_page}
 
 if __name__ == "__main__":
     for name, text in PAGES.items():
