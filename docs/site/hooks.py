@@ -145,7 +145,8 @@ def files_page() -> str:
         for package, rows in packages.items()
         if "apex" not in package
     ]
-    return "\n\n".join(["# Files", "[Architecture](architecture.md) explains the layers.", *parts]) + "\n"
+    head = "# Files", "[Architecture](architecture.md) explains the layers."
+    return "\n\n".join([*head, *parts]) + "\n"
 
 
 def kept_inside(page: str) -> str:
