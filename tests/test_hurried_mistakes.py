@@ -382,9 +382,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
         (["explain", "nn.Linear"], "; did you mean 'torch.nn.functional.linear'?"),
         (["explain", "torch.fft.ftt"], "; did you mean 'torch.fft.fft'?"),
         (["explain", "xyz"], "there is no function 'xyz'; give a full name: torch.softmax"),
-        (["lab", "--port", "8000"], "--port 8000 is for a page that is served: give --serve too, or"),
-        (["lab", "--no-browser"], "--no-browser is for a page that is served: give --serve too, or"),
-        (["lab", "--serve", "--out", "x.html"], "--serve writes no file: leave out --out, or --serve"),
         (
             ["memory", "--sharding", "fsdp"],
             "sharding='fsdp' is not one of none, zero1, zero2, zero3, fsdp2; did you mean 'zero3' "

@@ -6,11 +6,8 @@ own results when it opens.
 
 import dataclasses
 import functools
-import http.server
 import json
 import math
-import re
-import webbrowser
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +31,7 @@ from amp.terminal.text import plain
 
 _WEB = Path(__file__).parent / "web"
 HOME = "https://github.com/reamp/reamp"
-"""The target of the links, from a checkout, a site and `amp lab --serve` alike."""
+"""The target of the links, from a checkout and a site alike."""
 DOCS = f"{HOME}/blob/main/docs"
 SCRIPTS = "formats training check exact controls drawing bits ranges scales memory fp8 fp4 start"
 """The page's JavaScript files, in the order in which they are joined."""
@@ -90,59 +87,12 @@ def write(path: str | Path | None = None) -> Path:
 
 def write_page(path: Path, content: str, mark: str = "") -> Path:
     """Write HTML to a file, and return its path. Raises as `write`; for `mark`, see `check_output`."""
-    check_output(path, ".html", mark)
+    check_output(path, mark)
     try:
         path.write_text(content, encoding="utf-8")
     except (OSError, ValueError) as error:
         raise AmpValueError(f"{str(path)!r} cannot be written: {error}") from None
     return path
-
-
-_THIS_MACHINE = re.compile(r"(127\.0\.0\.1|localhost)(:[0-9]+)?", re.IGNORECASE)
-
-
-def server(port: int = 0) -> http.server.ThreadingHTTPServer:
-    """Return a server of the page, not running yet, on a port of this machine; 0 takes a free one.
-
-    Raises:
-        AmpValueError: the port is not available.
-    """
-    content = page().encode()
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            hosts = self.headers.get_all("Host", [])
-            # Protects from DNS rebinding: another site's name may resolve to this machine.
-            if len(hosts) != 1 or not _THIS_MACHINE.fullmatch(hosts[0]):
-                self.send_error(403, "the lab is for this machine alone")
-                return
-            is_page = self.path == "/"
-            has_no_icon = self.path == "/favicon.ico"  # which browsers ask for
-            self.send_response(200 if is_page else 204 if has_no_icon else 404)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.end_headers()
-            self.wfile.write(content if is_page else b"")
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    try:
-        return http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    except (OSError, OverflowError) as error:
-        raise AmpValueError(f"port {port} is not available: {error}") from None
-
-
-def serve(port: int = 0, browser: bool = True) -> None:
-    """Serve the page until interrupted, and open it."""
-    with server(port) as running:
-        address = f"http://127.0.0.1:{running.server_address[1]}/"
-        print(f"the lab is at {address}; Ctrl-C ends it", flush=True)
-        if browser:
-            webbrowser.open(address)
-        try:
-            running.serve_forever()
-        except KeyboardInterrupt:
-            print()
 
 
 def _format(fmt: Format) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from amp.errors import AmpValueError
-from amp.numerics import lab, plots
+from amp.numerics import lab
 from amp.numerics.crises import crises
 from amp.numerics.formats import FORMATS, Format, as_format
 from amp.numerics.fp8_simulation import fp8_losses, simulate_fp8
@@ -81,9 +81,6 @@ def _numbers(text: str) -> list[float]:
     return [_number(part) for part in text.split(",") if part]
 
 
-_PLOT = argument("--plot", "draw a PNG or SVG file", metavar="FILE")
-
-
 def _file_or_numbers(mean: float, spread: float) -> tuple[Any, ...]:
     """Return the arguments of a command that reads tensors, or makes log-normal numbers."""
     return (
@@ -128,15 +125,12 @@ def _fields(found: Bits, fmt: Format) -> str:
     return " ".join(f"{field:0{width}b}" for field, width in fields if width)
 
 
-@command("ranges", _PLOT)
+@command("ranges")
 def _ranges(arguments: argparse.Namespace, printer: Printer) -> Any:
     """List the formats: their range, precision, and overflow.
 
     reamp ranges
-    reamp ranges --plot ranges.svg
     """
-    if arguments.plot is not None:
-        plots.plot_ranges(arguments.plot)
     names = ("bits", "bias", "max", "min_normal", "min_subnormal", "ulp_at_1")
     rows = []
     for f in FORMATS.values():
@@ -188,7 +182,6 @@ _MOST_STEPS = 10**6
 
 @command(
     "simulate",
-    _PLOT,
     argument("--steps", "iterations (20)", type=int, default=20),
     argument("--overflows", "which overflow: 10,11,15", type=_integers, default=[]),
     argument("--init", "first scale (65536)", type=_number),
@@ -203,15 +196,13 @@ def _simulate(arguments: argparse.Namespace, printer: Printer) -> Any:
     """Run the loss scaler over overflows.
 
     reamp simulate --steps 20 --overflows 10 --init 32768 --growth-interval 5
-    reamp simulate --steps 8000 --overflows 100,5000 --plot scale.png
+    reamp simulate --steps 8000 --overflows 100,5000
     """
     names = ("init", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min", "max")
     scaling = _given(arguments, *names)
     if arguments.steps > _MOST_STEPS:
         raise AmpValueError(f"--steps {arguments.steps}: give at most {_MOST_STEPS}")
     trace = simulate_scaler(overflows=arguments.overflows, steps=arguments.steps, **scaling)
-    if arguments.plot is not None:
-        plots.plot_trace(trace, arguments.plot)
     exponents = [math.log2(step.next_scale) for step in trace]
     low, high = min(exponents, default=0.0) - 1, max(exponents, default=0.0)
     rows = []
@@ -232,7 +223,6 @@ _AMAXES = [2.0 ** (4 - step / 6) * (64 if step == 20 else 1) for step in range(4
 
 @command(
     "simulate-fp8",
-    _PLOT,
     *_file_or_numbers(mean=-4.0, spread=3.0),
     argument("--outlier", "one row in 64 times it (1024)", type=_number, default=1024.0),
     argument("--amaxes", "the largest magnitude of each iteration", type=_numbers, default=_AMAXES),
@@ -246,7 +236,7 @@ def _simulate_fp8(arguments: argparse.Namespace, printer: Printer) -> Any:
 
     reamp simulate-fp8
     reamp simulate-fp8 activations.pt --format e5m2
-    reamp simulate-fp8 --amaxes 1,1,40,1,1,1 --amax-history 3 --plot fp8.png
+    reamp simulate-fp8 --amaxes 1,1,40,1,1,1 --amax-history 3
     """
     if arguments.file is not None:
         tensors = _load(arguments.file)
@@ -260,8 +250,6 @@ def _simulate_fp8(arguments: argparse.Namespace, printer: Printer) -> Any:
     losses = fp8_losses(tensors, [fmt, "e2m1"])
     recipe = _given(arguments, "amax_history", "amax_algo", "margin")
     history = simulate_fp8(arguments.amaxes, fmt, **recipe)
-    if arguments.plot is not None:
-        plots.plot_fp8(tensors, history, arguments.plot, fmt)
     printer.line(f"{sum(x.numel() for x in tensors):,} numbers in {fmt.name}, and in FP4 (E2M1)")
     rows = []
     for each in losses:
@@ -295,18 +283,15 @@ def _log_normal(arguments: argparse.Namespace, count: int) -> Tensor:
 
 @command(
     "survival",
-    _PLOT,
     *_file_or_numbers(mean=-22.0, spread=5.0),
     argument("--count", "how many (100000)", type=int, default=100_000),
-    argument(
-        "--format", "the format of the table and the picture (fp16)", type=_format, default="float16"
-    ),
+    argument("--format", "the format of the table (fp16)", type=_format, default="float16"),
 )
 def _survival(arguments: argparse.Namespace, printer: Printer) -> Any:
     """Say what each loss scale would do to gradients.
 
     reamp survival gradients.pt
-    reamp survival --mean -24 --spread 5 --plot survival.png
+    reamp survival --mean -24 --spread 5
     """
     if arguments.file is not None:
         grads = _load(arguments.file)
@@ -316,8 +301,6 @@ def _survival(arguments: argparse.Namespace, printer: Printer) -> Any:
         grads = [_log_normal(arguments, arguments.count)]
     fmt = arguments.format
     found = gradient_survival(grads, formats=list(dict.fromkeys([*GRADIENT_FORMATS, fmt.name])))
-    if arguments.plot is not None:
-        plots.plot_survival(found, arguments.plot, fmt)
     others = f"{found.zeros:,} are 0, {found.not_finite:,} inf or NaN"
     printer.line(f"{found.count:,} gradients other than 0 in {fmt.name} ({others})")
     one = found.formats[fmt.name]
@@ -353,7 +336,6 @@ def _load(path: Path) -> list[Tensor]:
 
 @command(
     "memory",
-    _PLOT,
     argument("--params", "parameters, such as 350M, 7B or 7e9", type=_count),
     argument("--optimizer", "adamw, sgd-momentum, FusedAdam, ... (adamw)", default="adamw"),
     argument("--gpu", "T4, A100, H100, ...: what fits there", type=as_gpu),
@@ -399,8 +381,6 @@ def _memory(arguments: argparse.Namespace, printer: Printer) -> Any:
     if params is None:
         raise AmpValueError("give --params, as in --params 7B, or --model gpt, or --script train.py")
     found = list(rows_of(params, arguments.optimizer, gpu, **options))
-    if arguments.plot is not None:
-        plots.plot_memory([row.footprint for row in found], arguments.plot, limit and limit / 1e9)
     terms = [x for x in TERMS if any(getattr(row.footprint, x) for row in found)]
     header = ["level", "optimizer", *(_SHORT.get(term, term) for term in terms), "total"]
     header += [] if limit is None else ["fits"]
@@ -478,27 +458,15 @@ def _crises(arguments: argparse.Namespace, printer: Printer) -> Any:
 @command(
     "lab",
     argument("--out", "where to write it (lab.html)"),
-    argument("--serve", "serve it instead, and open it", action="store_true"),
-    argument("--port", "where to serve it (a free one)", type=int),
-    argument("--no-browser", "serve it, and open nothing", action="store_true"),
     as_json=False,
 )
 def _lab(arguments: argparse.Namespace, printer: Printer) -> Any:
-    """Write the lab, a page with nine figures, or serve it.
+    """Write the lab, a page with nine figures.
 
     reamp lab
     reamp lab --out numerics.html
-    reamp lab --serve
     """
-    if arguments.serve and arguments.out is not None:
-        raise AmpValueError("--serve writes no file: leave out --out, or --serve")
-    if not arguments.serve and (arguments.no_browser or arguments.port is not None):
-        option = "--no-browser" if arguments.port is None else f"--port {arguments.port}"
-        raise AmpValueError(f"{option} is for a page that is served: give --serve too, or leave it out")
-    if arguments.serve:
-        lab.serve(arguments.port or 0, browser=not arguments.no_browser)
-    else:
-        printer.line(f"wrote {lab.write(arguments.out)}: open it in a browser")
+    printer.line(f"wrote {lab.write(arguments.out)}: open it in a browser")
 
 
 COMMANDS = (_bits, _ranges, _ulp, _simulate, _simulate_fp8, _survival, _memory, _crises, _lab)

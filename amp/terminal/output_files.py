@@ -1,26 +1,21 @@
-"""A check of the file that a command will write, so that it overwrites no file of another kind."""
+"""A check of the page that a command will write, so that it overwrites no file of another kind."""
 
 import stat
 from pathlib import Path
 
 from amp.errors import AmpValueError
 
-_BEGINNINGS = {
-    ".html": (b"<!doctype html", b"<html"),
-    ".png": (b"\x89png",),
-    ".svg": (b"<?xml", b"<svg"),
-}
-"""The first bytes of a file of each kind, in lower case."""
+_BEGINNINGS = b"<!doctype html", b"<html"
+"""The first bytes of a page, in lower case."""
 
 
-def check_output(path: Path, kind: str, mark: str = "") -> None:
-    """Raise AmpValueError if the folder does not exist, or a file of another kind has this path.
+def check_output(path: Path, mark: str = "") -> None:
+    """Raise AmpValueError if the folder does not exist, or a file that is no HTML has this path.
 
     An empty file may always be overwritten.
 
     Args:
-        path: the path of the file to write.
-        kind: `".html"`, `".png"` or `".svg"`.
+        path: the path of the page to write.
         mark: a text that the first KiB of an existing file must contain. It is for a default `path`, so
             that a file of the user is not lost even if it is of the same kind.
     """
@@ -37,8 +32,8 @@ def check_output(path: Path, kind: str, mark: str = "") -> None:
         raise AmpValueError(
             f"{path} is not a regular file. Nothing was written: give the name of a file or a new name"
         )
-    if start and not (start.lower().lstrip().startswith(_BEGINNINGS[kind]) and mark.encode() in start):
-        what = f"{kind[1:].upper()} file" + (f" with {mark!r} in it" if mark else "")
+    if start and not (start.lower().lstrip().startswith(_BEGINNINGS) and mark.encode() in start):
+        what = "HTML file" + (f" with {mark!r} in it" if mark else "")
         raise AmpValueError(
             f"{path} exists already, and is not a {what}. Nothing was written: give another name, or "
             "remove the file"

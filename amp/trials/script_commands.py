@@ -62,7 +62,7 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
     # before minutes are spent
     check_request(levels, arguments.steps, arguments.reference, arguments.seed)
     if arguments.out:
-        check_output(Path(arguments.out), ".html")
+        check_output(Path(arguments.out))
     script = Script(what, progress := Progress(arguments.json))
     chosen = levels, arguments.steps, arguments.seed, arguments.reference
     found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected, progress.note)

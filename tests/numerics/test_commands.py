@@ -19,7 +19,6 @@ from amp.numerics import number_commands
 from amp.numerics.planning import Transformer
 from amp.terminal.text import Printer
 from amp.trials.activation_memory import Activations
-from tests.covering import covering
 
 
 def run(capsys: Any, *arguments: str, status: int = 0) -> str:
@@ -127,24 +126,6 @@ def test_crises(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "vanishing update" in run(capsys, "crises")
 
 
-DRAWN = [
-    ("ranges",),
-    ("simulate", "--overflows", "3"),
-    ("survival", "--count", "1000"),
-    ("memory", "--params", "1e9", "--gpu-memory", "10"),
-    ("simulate-fp8", "--amaxes", "1,40,inf,0,1"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "suffix"), covering(DRAWN, ["png", "svg"], strength=1))
-def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / f"picture.{suffix}"
-    run(capsys, *arguments, "--plot", str(file))
-    start = file.read_bytes()[:100]
-    assert start.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -168,7 +149,6 @@ def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffi
         (["simulate-fp8", "--amax-history", "0"], "amax_history=0 must be"),
         (["simulate-fp8", "--format", "fp16"], "FP8 products do not support float16"),
         (["survival", "a\0b"], "is no file of tensors"),
-        (["ranges", "--plot", ""], "a picture is a .png or .svg file"),
         (["memory", "--params", "7e9", "--activations", "inf"], "activations=inf must be"),
         (["memory", "--params", "7X"], "'7X' is not a count: give a number such as 7e9, or one with K"),
         (["memory", "--params", "-7e9"], "parameters: give a whole number from 1 to"),
@@ -187,8 +167,6 @@ def test_pictures(capsys: Any, tmp_path: Path, arguments: tuple[str, ...], suffi
             ["memory", "--params", "7e9", "--sharding", "all", "--world-size", "8"],
             "sharding='all' is not one of none",
         ),
-        (["ranges", "--plot", "ranges.gif"], "a picture is a .png or .svg file"),
-        (["ranges", "--plot", "no/where/ranges.png"], "there is no folder"),
         (["bitz", "1"], "there is no command 'bitz'; did you mean 'bits'?"),
     ],
 )
