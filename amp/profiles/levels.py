@@ -36,7 +36,6 @@ from amp.profiles.yaml_syntax import read_mapping
 CONFIGS = Path(__file__).parents[1] / "configs"
 LEVELS: dict[Any, Path] = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
 """The files of the levels, by name."""
-_LONGEST_CHAIN = 20
 _OF_SESSIONS = ("num_losses", "verbosity", "process_group")
 """The arguments of a session that are no properties."""
 
@@ -191,9 +190,6 @@ def _load(path: Path, outer: tuple[Path, ...]) -> Properties:
             names = [each.name for each in (*outer, parent)]
             if parent.resolve() in outer:
                 raise AmpValueError(f"'extends' goes in a circle: {' -> '.join(names)}")
-            if len(outer) >= _LONGEST_CHAIN:
-                begin = " -> ".join(names[:3])
-                raise AmpValueError(f"more than {_LONGEST_CHAIN} files extend each other: {begin} ...")
         base = _load(parent, outer)
     is_level = path in LEVELS.values()
     changes = file.changes(is_level)

@@ -27,9 +27,6 @@ _parse_optional = OneOf(True, False)
 _KEYS = {kind: Key(parse_glob, kind) for kind in get_args(Kind)}
 _KEYS |= {"cast": Key(_parse_cast, "cast"), "optional": Key(_parse_optional, "optional")}
 
-MOST_RULES = 1000
-"""The most rules in one list. A rule takes time for each function that it matches, and each module."""
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -99,8 +96,6 @@ def parse_rules(name: str, value: object, sources: Sequence[str] = ()) -> tuple[
     if isinstance(value, (str, Mapping)) or not isinstance(value, Sequence):
         remedy = "give a list of {op: ..., cast: ...}, {module: ..., ...} and {tensor: ..., ...}"
         raise wrong_type(name, value, remedy)
-    if len(value) > MOST_RULES:
-        raise AmpValueError(f"{name} has {len(value)} rules; at most {MOST_RULES} are allowed")
     sources = sources or [f"{name}[{i}]" for i in range(len(value))]
     return tuple(map(_parse, value, sources))
 

