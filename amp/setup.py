@@ -19,7 +19,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.host_lists import load_in_background
 from amp.masters import averages
-from amp.masters.saved_models import install_hooks
+from amp.masters.state_dict_hooks import install_hooks
 from amp.moving_tensors import MovingTensors
 from amp.patching import Patches
 from amp.torch_versions import HAS_GRAD_DTYPE

@@ -20,7 +20,7 @@ from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from amp.profiles.levels import load_profile
 from amp.profiles.loss_scaling import parse_loss_scale
 from amp.training.attached_optimizer import AttachedOptimizer
-from amp.training.deferral import DeferredGradient
+from amp.training.deferred_gradients import DeferredGradient
 from tests import gradient_oracle as oracle
 
 SCALINGS: dict[str, Any] = {

@@ -19,7 +19,7 @@ import amp
 from amp.errors import AmpRuntimeError
 from amp.optimizers import FusedAdam, FusedSGD
 from amp.torch_versions import HAS_GRAD_DTYPE
-from amp.training.deferral import DeferredGradient
+from amp.training.deferred_gradients import DeferredGradient
 from tests.covering import covering
 from tests.models import initialize
 

@@ -31,7 +31,7 @@ SETTLED* is SETTLED or DEFERRED.
 
 DEFERRED is for an optimizer that takes scaled gradients: the first block's 16-bit gradients are kept
 as backward left them, and the step unscales them. Whatever reads one before has all unscaled first; see
-`amp.training.deferral`. The next block's are added to them in FP32, and the sum is kept instead.
+`amp.training.deferred_gradients`. The next block's are added to them in FP32, and the sum is kept.
 Nothing is deferred if the optimizer does not take scaled gradients, if masters have gradients in
 `.grad` already, if optimizers share a master, or if a gradient is sparse or of a class that keeps its
 values elsewhere.
@@ -68,7 +68,7 @@ from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.masters.master_weights import MasterWeights
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
-from amp.training.deferral import Deferral
+from amp.training.deferred_gradients import Deferral
 from amp.training.hidden_gradients import begin_compiling, register_with_dynamo
 from amp.training.parameter_check import ParameterCheck
 from amp.training.scaler import ScaleSnapshot

@@ -35,7 +35,7 @@ from amp.masters.agreement import Pairs
 from amp.masters.master_weights import MasterWeights
 from amp.masters.shared_state import SharedState
 from amp.observers import everywhere
-from amp.training.deferral import Deferred
+from amp.training.deferred_gradients import Deferred
 from amp.training.gradients import Gradients
 from amp.training.step_inputs import StepInputs
 from amp.training.verdicts import Verdict, decide, note_step

@@ -13,7 +13,7 @@ from amp.kernels.interrupts import Changes
 from amp.kernels.tensor_lists import TensorList
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
-from amp.training.deferral import Deferred
+from amp.training.deferred_gradients import Deferred
 
 
 @dataclass(eq=False)

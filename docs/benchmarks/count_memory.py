@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import amp
 from amp.optimizers import FusedAdam
-from amp.training.deferral import DeferredGradient
+from amp.training.deferred_gradients import DeferredGradient
 
 DOCUMENT = Path(__file__).parents[1] / "optimizers.md"
 BEGIN, END = "<!-- counted by docs/benchmarks/count_memory.py -->", "<!-- end -->"

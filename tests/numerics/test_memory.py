@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 import amp
 from amp import optimizers
 from amp.numerics import footprint, footprints
-from amp.training.deferral import DeferredGradient
+from amp.training.deferred_gradients import DeferredGradient
 from tests.covering import covering
 from tests.fp8_models import Attention
 from tests.levels import LEVELS
