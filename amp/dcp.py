@@ -112,7 +112,7 @@ def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any,
 @contextmanager
 def _some_gradient(attached: AttachedOptimizer) -> Iterator[None]:
     """Show torch a gradient of an optimizer in the block, so that it does not step to make state."""
-    without = [p for p in attached.gradients.groups.stepped if p.grad is None][:1]
+    without = [p for p in attached.gradients.parameters.stepped if p.grad is None][:1]
     store_grads(without, list(map(torch.zeros_like, without)))
     try:
         yield

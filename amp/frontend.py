@@ -279,7 +279,7 @@ def master_params(optimizer: Optimizer) -> Iterator[Tensor]:
             f"{what_to_pass(optimizer)}"
         )
     if (attached := AttachedOptimizer.of(optimizer)) is not None:
-        attached.reconcile_masters()
+        attached.reconcile_and_merge()
     for group in groups:
         yield from group["params"]
 

@@ -205,7 +205,7 @@ class GradScaler(torch.amp.GradScaler):
         if all(p.grad is None for p in _parameters(optimizer)) and not _groups(optimizer):
             remedy = "First call backward on a loss that depends on them, or leave out the step"
             attached = AttachedOptimizer.of(optimizer)
-            if attached is not None and attached.gradients.groups.masters:
+            if attached is not None and attached.gradients.parameters.masters:
                 remedy = (
                     "Its FP32 masters get gradients by `with amp.scale_loss(loss, optimizer) as "
                     "scaled_loss: scaled_loss.backward()`. Leave the GradScaler out, and call "
@@ -411,7 +411,7 @@ class GradScaler(torch.amp.GradScaler):
             `found_inf` by its device. An empty dict if this rank has no gradients, and there are no
             other ranks that may have some.
         """
-        grads, groups = _gradients(optimizer), self._scaler.groups_with(_groups(optimizer))
+        grads, groups = _gradients(optimizer), self._scaler.process_groups_with(_groups(optimizer))
         inv_scale, flag = inv_scale.reshape(1), found_inf.reshape(1)
         if grads:
             for observer in everywhere:

@@ -69,7 +69,7 @@ class MovingTensors(Observer):
 
     def step_begins(self, attached: Any, closure: Callable[[], Any] | None) -> Any:
         """Note which parameters are about to be stepped: hooks of the step may remove gradients."""
-        self._stepped |= {id(x) for x in attached.gradients.groups.of_model if x.grad is not None}
+        self._stepped |= {id(x) for x in attached.gradients.parameters.of_model if x.grad is not None}
         return closure
 
     def step_ends(self, attached: Any) -> None:

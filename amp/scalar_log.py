@@ -68,10 +68,10 @@ def scalars(optimizer: Any = None, *, wait: bool = False, norms: bool = False) -
 def _norms(attached: AttachedOptimizer) -> dict[str, float]:
     """Return the norms of the gradients and weights that an optimizer has now. The host waits."""
     attached.gradients.finish_delayed()
-    groups = attached.reconcile_masters()
-    grads = [each.grad for each in groups.stepped if each.grad is not None]
-    with attached.masters.as_float32(groups.masters):
-        weights = [each.detach() for each in groups.stepped]
+    parameters = attached.reconcile_and_merge()
+    grads = [each.grad for each in parameters.stepped if each.grad is not None]
+    with attached.masters.as_float32(parameters.masters):
+        weights = [each.detach() for each in parameters.stepped]
         return {"amp/grad_norm": _norm(grads), "amp/weight_norm": _norm(weights)}
 
 

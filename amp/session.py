@@ -236,8 +236,8 @@ class Session:
 
     # Training.
 
-    def stay_with(self, model: nn.Module) -> Callable[[], object]:
-        """Live as long as a model, and see its forwards; return a function that ends both."""
+    def watch_forwards(self, model: nn.Module) -> Callable[[], object]:
+        """Prepare each forward of a model, and live as long as it; return a function that ends both."""
         if isinstance(self.casts, CastOps):  # which needs no hook: the model's class begins the casts
             cls: Any = type(model)  # a class that was made for this model
             cls._amp_session = self

@@ -139,7 +139,7 @@ class Setup:
         """Hook the models, so that the session sees their forwards, and lives as long as they do."""
         session, undo = self._session, self._undo
         for model in self._models:
-            undo.callback(session.stay_with(model))
+            undo.callback(session.watch_forwards(model))
         session.models += map(weakref.ref, self._models)
         if session.properties.master_weights and self._models:
             session.observers.append(watch := MovingTensors(self._models))

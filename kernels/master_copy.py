@@ -59,13 +59,13 @@ def master_copy(
     _COPY.run((sources, targets), backend)
 
 
-def round_back(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> None:
+def round_back(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
     """Round masters into their parameters; each parameter's version goes up. The host does not wait.
 
-    Arguments and errors are those of `merge`. On the CPU two `TensorList`s that were merged before are
+    The lists and errors are those of `merge`. On the CPU two `TensorList`s that were merged before are
     not looked at again.
     """
-    if _run_again(parameters, masters, ROUND):
+    if _run_prepared(parameters, masters, ROUND):
         torch.autograd.graph.increment_version(parameters)
     else:
         master_copy(masters, parameters)
@@ -86,7 +86,7 @@ def merge(
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    if backend or not _run_again(parameters, masters, MERGE):
+    if backend or not _run_prepared(parameters, masters, MERGE):
         _run(parameters, masters, None, backend)
 
 
@@ -206,10 +206,10 @@ def _run_in_cpp(loop: Any, parameters: Sequence[Tensor], masters: Sequence[Tenso
     if not all(map(are_flat, zip(*both, strict=True))):
         return False
     ours.table = _Table(theirs, loop, {})
-    return _run_again(*both, does)
+    return _run_prepared(*both, does)
 
 
-def _run_again(parameters: Any, masters: Any, does: int) -> bool:
+def _run_prepared(parameters: Any, masters: Any, does: int) -> bool:
     """Let the loop go through lists that were prepared for it; they are not looked at again.
 
     Returns whether it has.

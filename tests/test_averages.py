@@ -428,7 +428,7 @@ def test_averages_go_on_in_fp32_while_their_session_is_open(
                 other.close()
             else:
                 failing = session if event == "initialize fails" else other
-                monkeypatch.setattr("amp.session.Session.stay_with", fail)
+                monkeypatch.setattr("amp.session.Session.watch_forwards", fail)
                 with pytest.raises(RuntimeError, match="late"):
                     failing.initialize(net_of())
     assert torch.equal(average, wide.bfloat16())

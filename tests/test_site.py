@@ -77,7 +77,7 @@ def page(site: Path) -> Iterator[Page]:
 @pytest.mark.slow
 def test_the_reference_shows_what_users_call(site: Path) -> None:
     shown = (site / "api" / "training.html").read_text()
-    for name in ("live_models", "named_parameters", "stay_with"):
+    for name in ("live_models", "named_parameters", "watch_forwards"):
         assert f'id="amp.Session.{name}"' not in shown, name
     assert 'id="amp.Session.scale_loss"' in shown
     assert '<a href="../profiles.html">' in shown

@@ -237,7 +237,7 @@ class Shadow(Observer):
             for master in group["params"]:
                 for x in (master, *floats_in(attached.optimizer.state.get(master, {}))):
                     self.memories.forget(x)
-        for parameter in attached.gradients.groups.models:
+        for parameter in attached.gradients.parameters.models:
             self.memories.forget(parameter)
 
     # Each op.

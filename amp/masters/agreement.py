@@ -14,8 +14,9 @@
 | which is the master's upper half     | both halves round to                                       |
 | values of a parameter                | not looked at: masters `merge` before each use of them     |
 
-The look is taken before each forward, block and step, before a method of an optimizer and after it,
-when a script asks for masters, and when a model is saved or copied. The host does not wait.
+The look is taken before each forward (by `_BeforeForward` in `amp/session.py`), block and step, before
+a method of an optimizer and after it, when a script asks for masters, and when a model is saved or
+copied. The host does not wait.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class Pairs:
             return
         elif self.are_plain:
             self.now()
-            kernels.master_copy.round_back(self.model_list, self.master_list)
+            kernels.master_copy.round_back(self.master_list, self.model_list)
         else:
             kernels.master_copy.master_copy(self.masters, self.models)
         self.note_agreement()

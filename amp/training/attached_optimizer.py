@@ -28,7 +28,7 @@ from amp.observers import everywhere
 from amp.patching import Patches
 from amp.profiles.properties import StateDtype
 from amp.training import optimizer_states
-from amp.training.gradients import Gradients, Groups
+from amp.training.gradients import Gradients, Parameters
 from amp.training.misuse import Misuse
 from amp.training.parameter_check import ParameterCheck
 from amp.training.step import OptimizerStep, forget_inputs
@@ -127,10 +127,10 @@ class AttachedOptimizer:
     def _run_own_method(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a method that may change masters, which finds them up to date; write them afterwards."""
         masters = self.masters
-        if self.step.is_running or not self.gradients.groups.masters:
+        if self.step.is_running or not self.gradients.parameters.masters:
             return method(*args, **kwargs)
         with masters.lock:
-            pairs = self.reconcile_masters().pairs
+            pairs = self.reconcile_and_merge().pairs
             before = masters.are_ahead
             try:
                 masters.are_ahead = True
@@ -140,12 +140,12 @@ class AttachedOptimizer:
                 masters.are_ahead = before
                 self.gradients.reconcile()
 
-    def reconcile_masters(self) -> Groups:
+    def reconcile_and_merge(self) -> Parameters:
         """Let masters and model agree, in values too, before masters are read. No host sync."""
         with self.masters.lock:
-            groups = self.gradients.reconcile()
-            groups.pairs.merge()
-        return groups
+            parameters = self.gradients.reconcile()
+            parameters.pairs.merge()
+        return parameters
 
     @contextmanager
     def not_in_training(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class AttachedOptimizer:
         if not self._is_attached:
             return
         try:
-            self.gradients.finish()
+            self.gradients.prepare_to_part()
         except (AmpError, RuntimeError) as error:
             if is_out_of_memory(error):
                 raise
@@ -323,7 +323,7 @@ class AttachedOptimizer:
         self.gradients.zero_grad(None)
         if getattr(zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
             return zero_grad(*args, **kwargs)
-        for parameter in self.gradients.groups.unmastered:  # all that is left for it to do
+        for parameter in self.gradients.parameters.unmastered:  # all that is left for it to do
             parameter.grad = None
         return None
 

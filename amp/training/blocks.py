@@ -1,10 +1,11 @@
 """One `scale_loss` block: the gradients of one loss for all the optimizers that it names.
 
-enter    raises inside another block; unscales gradients of other scales; sets aside earlier gradients
-leave    collects each optimizer's gradients, and raises if one cannot be unscaled; checks and unscales
-         them; lets the ranks agree on an overflow; moves the scale
-delay    leaves gradients scaled, until a block at another scale or a step finishes the block
-abort    drops the gradients of a block that raised; see `Gradients.abort`
+enter     raises inside another block; unscales gradients of other scales; sets aside earlier gradients
+_settle   at the end collects each optimizer's gradients, and raises if one cannot be unscaled; checks
+          and unscales them; lets the ranks agree on an overflow; moves the scale
+finish    does the same for gradients that the end has left scaled, because of `delay_unscale` or since
+          they are not reduced: before a block at another scale, and before a step
+abort     drops the gradients of a block that raised; see `Gradients.abort`
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Block:
         scaler: the scaler of the loss.
         scale: the scale of the loss, once the block is entered.
         is_over: whether it was left without an error.
-        found: the optimizers for which it has made gradients.
+        with_gradients: the `Gradients` of optimizers for which it has made any.
     """
 
     scale: ScaleSnapshot
@@ -56,7 +57,7 @@ class Block:
         self._gradients = gradients
         self._histories = histories
         self._before: ThreadState | None = None
-        self.found: list[Gradients] = []
+        self.with_gradients: list[Gradients] = []
 
     def around_backward(
         self, session: Any, loss: Tensor, attached: Sequence[Any], *, delay: bool, update: bool
@@ -92,7 +93,8 @@ class Block:
                 _explain(error, loss, self._gradients)
                 raise
             if watch is not None:
-                self.found = [each.gradients for each in attached if each.gradients.groups.have_grads()]
+                of_all = [each.gradients for each in attached]
+                self.with_gradients = [each for each in of_all if each.parameters.have_grads()]
                 watch.block_is_left(is_complete=True)
             self.is_over = True
         finally:
@@ -120,13 +122,13 @@ class Block:
                 is_in_backward = False
                 if watch is not None:
                     watch.backward_has_ended()
-                may_delay = not self.scaler.config.is_identity or self._histories
+                delay_matters = not self.scaler.config.is_identity or self._histories
                 are_reduced = all([each.are_reduced() for each in self._gradients])  # noqa: C419
-                is_complete = are_reduced and not (delay and may_delay)
+                is_complete = are_reduced and not (delay and delay_matters)
                 if session.is_rehearsal:
                     self.abort()
                 elif is_complete:
-                    self._unscale(self._gradients, update)
+                    self._settle(self._gradients, update)
                 else:
                     self._collect(self._gradients, are_final=False)  # raises what leaving would raise
                     at_once(*[gradients.delay(self) for gradients in self._gradients])
@@ -152,7 +154,7 @@ class Block:
         """Say what to do about an error of a backward."""
         _explain(error, loss, self._gradients)
         for each in attached:
-            each.check.add_hint(error, each.gradients.groups.models)
+            each.check.add_hint(error, each.gradients.parameters.models)
         if loss.numel() > 1 and "implicitly created only for scalar" in str(error):
             error.add_note(
                 f"amp: the loss has the shape {shape_of(loss)}: scale one number, as in "
@@ -209,7 +211,7 @@ class Block:
                 "one of no_sync() or set_requires_gradient_sync(False). The ranks diverge. Let the "
                 "last backward before a step reduce"
             )
-        self._unscale(together, update)
+        self._settle(together, update)
 
     def _collect(self, together: Sequence[Gradients], are_final: bool) -> list[NewGradients]:
         """Return each optimizer's gradients. A parameter of two optimizers goes with the first."""
@@ -218,14 +220,14 @@ class Block:
         for gradients in together:
             new = gradients.collect(self.scale, claimed, are_final)
             if new.of_masters.grads or new.own.grads:
-                self.found.append(gradients)
+                self.with_gradients.append(gradients)
             collected.append(new)
             if len(together) > 1:
                 claimed.update(map(id, new.of_masters.parameters), map(id, new.own.parameters))
         return collected
 
     @disable_casts()
-    def _unscale(self, together: Sequence[Gradients], update: bool = True) -> None:
+    def _settle(self, together: Sequence[Gradients], update: bool = True) -> None:
         """Unscale the gradients of the loss, tell optimizers of an overflow, and move the scales.
 
         An error before the first change leaves the block as it was. After that, an error drops all
@@ -247,22 +249,22 @@ class Block:
         checked = [each for each in together if scaler.checks(each.capabilities.skips_on_device)]
         found_inf = scaler.found_inf if checked else None
         for gradients, new in zip(together, collected, strict=True):
-            gradients.unscale(new, self.scale, found_inf if gradients in checked else None)
+            gradients.settle(new, self.scale, found_inf if gradients in checked else None)
         shared = [history for history in histories if history.recipe.reduce_amax]
-        groups = [group for each in together for group in each.groups.process_groups]
+        groups = [group for each in together for group in each.parameters.process_groups]
         if groups or shared or scaler.process_groups:  # ranks agree on overflows, and on amaxes
             of_histories = [group for history in shared for group in history.groups()]
             tensors = [history.seen for history in shared]
             tensors = tensors if found_inf is None else [found_inf, *tensors]
-            reduce_largest(tensors, scaler.groups_with([*groups, *of_histories]))
+            reduce_largest(tensors, scaler.process_groups_with([*groups, *of_histories]))
         for history in histories:
             history.end(in_block=True)
         deferred = filter(None, [each.deferral.deferred for each in together])
         norm = next((each.norms.total for each in deferred if each.norms is not None), None)
         is_alone = len(together) == 1
         # Ranks of a `process_group` may have other optimizers, and not as many, which ask only here.
-        stands = bool(scaler.process_groups) or not (is_alone or scaler.is_on_host)
-        verdict = None if found_inf is None else Verdict(scaler, found_inf.clone(), stands=stands)
+        is_final = bool(scaler.process_groups) or not (is_alone or scaler.is_on_host)
+        verdict = None if found_inf is None else Verdict(scaler, found_inf.clone(), is_final=is_final)
         for gradients in together:
             gradients.leave(verdict if gradients in checked else None, is_alone)
         if update and (checked or not scaler.config.is_identity):
@@ -273,7 +275,7 @@ def _explain(error: RuntimeError, loss: Tensor, together: Sequence[Gradients]) -
     """Raise AmpRuntimeError if a backward has failed because the loss has no graph."""
     if loss.requires_grad or "does not require grad" not in str(error):
         return
-    if any(parameter.requires_grad for each in together for parameter in each.groups.of_model):
+    if any(parameter.requires_grad for each in together for parameter in each.parameters.of_model):
         why = (
             "it was computed under torch.no_grad or in inference mode, or what leads to it was cut off "
             "by .detach(), .data or .item(). Compute it from the model's outputs, with gradients"

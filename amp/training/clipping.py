@@ -33,7 +33,7 @@ def _attached_of(parameters: Iterable[Tensor]) -> list[Any]:
         attached
         for session in active.open_sessions()
         for attached in session.attached
-        if not ids or not ids.isdisjoint(attached.gradients.groups.ids)
+        if not ids or not ids.isdisjoint(attached.gradients.parameters.ids)
     ]
 
 
@@ -77,12 +77,12 @@ def _stepped_for(parameters: Any, name: str) -> list[Tensor]:
         _warn_if_chosen_by_gradient(given, found, name)
     master_of: dict[int, Tensor] = {}
     for gradients in found if given else ():
-        groups, block = gradients.groups, gradients.open_block
+        own, block = gradients.parameters, gradients.open_block
         if block is None:
             gradients.finish_delayed()
             gradients.reconcile()
-            master_of |= zip(map(id, groups.models), groups.masters, strict=True)
-        elif have_grads(groups.masters) or not block.scaler.config.is_identity:
+            master_of |= zip(map(id, own.models), own.masters, strict=True)
+        elif have_grads(own.masters) or not block.scaler.config.is_identity:
             # Else backward adds to the whole gradient, unscaled.
             warn(
                 f"{name} was called inside amp.scale_loss, where gradients are multiplied by the loss "
@@ -98,21 +98,21 @@ def _warn_if_chosen_by_gradient(
     """Warn of `[p for p in model.parameters() if p.grad is not None]`, which finds no masters."""
     ids = set(map(id, parameters))
     for gradients in found:
-        groups = gradients.groups
-        have_grads = {id(p) for p in groups.unmastered if p.grad is not None}
-        left_out = {*map(id, groups.models), *map(id, groups.masters)}
+        own = gradients.parameters
+        have_grads = {id(p) for p in own.unmastered if p.grad is not None}
+        left_out = {*map(id, own.models), *map(id, own.masters)}
         is_about_them = not ids or bool(have_grads and have_grads <= ids)
         if is_about_them and ids.isdisjoint(left_out) and _are_in_masters(gradients):
             warn(
                 f"{name} was given {len(parameters)} parameters, and not the "
-                f"{len(groups.masters)} in 16 bits, whose own .grad is None between a block and the "
+                f"{len(own.masters)} in 16 bits, whose own .grad is None between a block and the "
                 "step. Do not choose parameters by `p.grad is not None`: pass model.parameters()"
             )
 
 
 def _are_in_masters(gradients: Gradients) -> bool:
     """Whether masters have gradients for a step."""
-    return not gradients.were_stepped and have_grads(gradients.groups.masters)
+    return not gradients.were_stepped and have_grads(gradients.parameters.masters)
 
 
 def _total_norm(
@@ -122,9 +122,9 @@ def _total_norm(
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     ids = set(map(id, given))
     for gradients in [attached.gradients for attached in _attached_of(())]:
-        groups = gradients.groups
-        own, theirs = [set(map(id, grads_of(x))) for x in (groups.unmastered, groups.masters)]
-        if ids and ids.isdisjoint(own | theirs):
+        own = gradients.parameters
+        others, theirs = [set(map(id, grads_of(x))) for x in (own.unmastered, own.masters)]
+        if ids and ids.isdisjoint(others | theirs):
             continue
         if gradients.state is State.DELAYED:
             warn(
@@ -135,7 +135,7 @@ def _total_norm(
         elif not HAS_GRAD_DTYPE and ids.isdisjoint(theirs) and _are_in_masters(gradients):
             warn(
                 f"{name} was given {len(given)} gradients, and not those of "
-                f"{len(groups.masters)} parameters whose gradients are in their FP32 masters. Pass "
+                f"{len(own.masters)} parameters whose gradients are in their FP32 masters. Pass "
                 "[p.grad for p in amp.master_params(optimizer) if p.grad is not None]"
             )
     return original(given, *args, **kwargs)

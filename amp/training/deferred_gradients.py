@@ -1,6 +1,6 @@
-"""Deferred gradients: in 16 bits and scaled, as backward left them, until something reads them.
+"""Deferred gradients: kept for the step as backward left them, or as FP32 sums of several blocks.
 
-An optimizer that takes scaled gradients steps from them directly, and the FP32 gradients are never
+An optimizer that takes scaled gradients steps from them directly, and their unscaled values are never
 made. Until the step `.grad` holds a `DeferredGradient`: a float32 tensor, which is unscaled when an
 operation first needs its values.
 """
@@ -51,11 +51,11 @@ class Deferred(NamedTuple):
     norms: Norms | None = None
 
 
-class Unscaling:
+class LazyValues:
     """Scaled gradients, and the unscaled ones from the first use on.
 
     Attributes:
-        used: the unscaled ones, once something has used them, and maybe changed them; until then none.
+        made: the unscaled ones, once something has used them, and maybe changed them; until then none.
     """
 
     def __init__(self) -> None:
@@ -64,22 +64,21 @@ class Unscaling:
     def begin(self, grads: TensorList, inv_scale: Tensor | None = None) -> None:
         """Go on with other gradients: dense ones, to be multiplied by float32 `[1]`; None is 1."""
         self._grads, self._inv_scale = grads, inv_scale
-        self.used: Sequence[Tensor] = ()
+        self.made: Sequence[Tensor] = ()
 
-    @property
-    def values(self) -> Sequence[Tensor]:
-        """The unscaled gradients, float32, in new memory. No host sync.
+    def make(self) -> Sequence[Tensor]:
+        """Return the unscaled gradients, float32, in new memory. No host sync.
 
-        From the first use on they are the gradients, and may be changed in place.
+        From the first call on they are the gradients, and may be changed in place.
         """
-        if self._grads and not self.used:
-            ThreadState().around(self._unscale)
-        return self.used
+        if self._grads and not self.made:
+            ThreadState().around(self._make)
+        return self.made
 
     @without_grad
-    def _unscale(self) -> None:
+    def _make(self) -> None:
         with outside_inference_mode():
-            self.used = unscaling.unscaled(self._grads.now(), self._inv_scale)
+            self.made = unscaling.unscaled(self._grads.now(), self._inv_scale)
 
 
 class DeferredGradient(Tensor):
@@ -96,7 +95,7 @@ class DeferredGradient(Tensor):
 
     __torch_function__ = _INTERNALS._disabled_torch_function_impl  # operations come to the one below
 
-    def __new__(cls, like: Tensor, of: Unscaling, index: int) -> DeferredGradient:
+    def __new__(cls, like: Tensor, of: LazyValues, index: int) -> DeferredGradient:
         """Make a tensor without memory."""
         made: Any = Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=torch.float32, device=like.device
@@ -104,13 +103,13 @@ class DeferredGradient(Tensor):
         _INTERNALS._set_throw_on_mutable_data_ptr(made)  # for code in C++ that asks for its memory
         return made  # type: ignore[no-any-return]
 
-    def __init__(self, like: Tensor, of: Unscaling, index: int) -> None:
+    def __init__(self, like: Tensor, of: LazyValues, index: int) -> None:
         self._of, self._index = of, index
 
     @property
     def unscaled(self) -> Tensor:
         """The unscaled gradient, an ordinary tensor; empty once it was dropped. No host sync."""
-        values = self._of.values  # a memory profiler finds dropped ones among all objects
+        values = self._of.make()  # a memory profiler finds dropped ones among all objects
         return values[self._index] if values else torch.empty(0)
 
     @classmethod
@@ -166,22 +165,26 @@ class Deferral:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._unscaling, self._shown = Unscaling(), list[Tensor]()
+        self._values, self._shown = LazyValues(), list[Tensor]()
         """For each gradient a `DeferredGradient`, or a DTensor of one."""
         self._shown_for: tuple[Any, ...] = ()
         """The pairs, and the sizes and orders of the gradients, that they were made for."""
         self._references = self._count_references()
 
     def takes(self, new: NewGradients, pairs: Pairs) -> bool:
-        """Whether the gradients of a block may stay as they are until the step."""
+        """Whether the gradients of a block may stay as they are until the step.
+
+        They may not if one is sparse, keeps its values elsewhere or has a graph, if optimizers share a
+        master, if masters have other gradients, or deferred ones that were used or are of other pairs.
+        """
         if not new.of_masters.are_dense or new.have_graphs:
             return False
         if any([len(pair.users) > 1 for pair in pairs.pairs]):  # noqa: C419 (is faster)
             return False
         if self.deferred is None:
             return not have_grads(pairs.masters)
-        is_sum = not new.of_masters.grads or self.deferred.of is new.pairs
-        return is_sum and not self._unscaling.used
+        fits = not new.of_masters.grads or self.deferred.of is new.pairs
+        return fits and not self._values.made
 
     def defer(self, new: NewGradients, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Check the gradients of a block, add those of earlier ones, and keep all for the step.
@@ -222,11 +225,11 @@ class Deferral:
             self._begin_anew()
             self._shown_for = shown_for
             self._shown = [
-                shard_like(DeferredGradient(grad, self._unscaling, i), master)
+                shard_like(DeferredGradient(grad, self._values, i), master)
                 for i, (grad, master) in enumerate(zip(grads, of.masters, strict=True))
             ]
             self._references = self._count_references()
-        self._unscaling.begin(grads, deferred.inv_scale)
+        self._values.begin(grads, deferred.inv_scale)
         store_grads(of.masters, self._shown)
         self.deferred = deferred
 
@@ -240,9 +243,9 @@ class Deferral:
     @property
     def kept(self) -> Deferred | None:
         """The deferred gradients, with the unscaled ones if a script may have changed these."""
-        if self.deferred is None or not self._unscaling.used:
+        if self.deferred is None or not self._values.made:
             return self.deferred
-        return Deferred(self.deferred.of, TensorList(self._unscaling.used))
+        return Deferred(self.deferred.of, TensorList(self._values.made))
 
     def unscale_if_changed(self, pairs: Pairs) -> None:
         """Unscale if a script has given one of these masters another gradient, or none."""
@@ -258,7 +261,7 @@ class Deferral:
             return
         both, shown = (*pairs.masters, *pairs.models), list(map(id, self._shown))
         if not set(shown).isdisjoint(map(id, grads_of(both))):
-            values = map(shard_like, self._unscaling.values, self.deferred.of.masters)
+            values = map(shard_like, self._values.make(), self.deferred.of.masters)
             unscaled = dict(zip(shown, values, strict=True))
             for holder in (*both, *pairs.pairs):
                 if (grad := unscaled.get(id(holder.grad))) is not None:
@@ -272,7 +275,7 @@ class Deferral:
             AmpTypeError: a gradient is sparse.
         """
         kept = self.deferred
-        if kept is not None and not self._unscaling.used:
+        if kept is not None and not self._values.made:
             return kept._replace(of=kept.of.now(), grads=kept.grads.now())
         self.unscale(pairs)
         of = pairs.only([grad is not None for grad in grads_of(pairs.masters)])
@@ -289,7 +292,7 @@ class Deferral:
     def forget(self) -> None:
         """Forget the gradients, and free those that nothing refers to."""
         if self._count_references() == self._references:
-            self._unscaling.begin(_NONE)
+            self._values.begin(_NONE)
         else:
             self._begin_anew()
         self.deferred = None  # last: while it is there, this is done again

@@ -13,6 +13,7 @@ time the gradients are in one of four states:
 | DELAYED  | in `.grad` of the model  | in the masters' `.grad` alone | set aside                      |
 
 (*) The master and the model's parameter; before torch 2.10 the master alone.
+(**) Or if its backward did not reduce over the ranks. At a scale of 1 there is nothing to delay.
 
 | event                      | from           | to             | what happens                          |
 |----------------------------|----------------|----------------|---------------------------------------|
@@ -20,21 +21,20 @@ time the gradients are in one of four states:
 |   at the scale of `new`    | DELAYED        | OPEN           | nothing: backward adds to `new`       |
 |   at another scale         | DELAYED        | OPEN           | `new` unscaled first, as on leaving   |
 | the block is left          | OPEN           | SETTLED*       | `new` checked, unscaled, added        |
-|   with delay_unscale       | OPEN           | DELAYED        | nothing                               |
+|   with delay_unscale (**)  | OPEN           | DELAYED        | nothing                               |
 |   by an exception          | OPEN           | as before      | `new` dropped; see `abort`            |
 |   by an error in leaving   | OPEN           | SETTLED        | all dropped                           |
 | the step                   | DELAYED        | SETTLED*       | `new` unscaled first, as on leaving   |
 |   then                     | SETTLED*       | SETTLED        | gradients used; they stay             |
 | zero_grad                  | any            | SETTLED, OPEN  | all dropped, and what checks found    |
 
-SETTLED* is SETTLED or DEFERRED.
+SETTLED* is SETTLED or DEFERRED. Deferred gradients become unscaled when something first uses them, also
+after the step.
 
 DEFERRED is for an optimizer that takes scaled gradients: the first block's 16-bit gradients are kept
 as backward left them, and the step unscales them. Whatever reads one before has all unscaled first; see
 `amp.training.deferred_gradients`. The next block's are added to them in FP32, and the sum is kept.
-Nothing is deferred if the optimizer does not take scaled gradients, if masters have gradients in
-`.grad` already, if optimizers share a master, or if a gradient is sparse or of a class that keeps its
-values elsewhere.
+`Deferral.takes` says which gradients are not deferred.
 
 At a scale of 1 `new` needs no unscaling: if no parameter has a master, backward adds it to the total,
 and nothing is set aside. A script may change, assign or remove the `.grad` of a master or of its
@@ -83,7 +83,7 @@ _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
 
 
-class Groups:
+class Parameters:
     """The parameters of an optimizer's groups at one time, each once, in their order.
 
     Args:
@@ -98,8 +98,8 @@ class Groups:
         pairs: the pairs of the masters.
         masters, models: the two sides of the pairs.
         unmastered: the parameters without a master.
-        of_model: the parameters of the model, with a master and without.
         unmastered_list: the same as a `TensorList`, of local shards.
+        of_model: the parameters of the model, with a master and without.
         are_plain: whether none is a DTensor, or of another class with its values elsewhere.
         process_groups: the process groups whose ranks hold parts or copies of any of `stepped`.
     """
@@ -148,7 +148,7 @@ class Gradients:
 
     Attributes:
         capabilities: what the optimizer declares.
-        groups: what the optimizer's groups held at the last look.
+        parameters: what the optimizer's groups held at the last look.
         deferral: the gradients of masters that wait for the step.
         verdicts: what the checks have found.
         open_block: the block that is entered and not left, or None.
@@ -168,7 +168,7 @@ class Gradients:
         self._optimizer, self._masters, self._check = optimizer, masters, check
         self._uses_masters = uses_masters
         self.capabilities, self._synchronization = Capabilities(optimizer), synchronization
-        self.groups = Groups((), masters, check.called)
+        self.parameters = Parameters((), masters, check.called)
         self.deferral = Deferral(optimizer)
         self.verdicts = Verdicts()
         self.delayed: Block | None = None
@@ -193,8 +193,10 @@ class Gradients:
 
     # What the script has done.
 
-    def reconcile(self, event: Literal["forward", "block", "step", "read"] = "read") -> Groups:
-        """Let parameters and masters agree in all but values, and return what the groups hold now.
+    def reconcile(self, event: Literal["forward", "block", "step", "read"] = "read") -> Parameters:
+        """Let both sides agree, and return what the groups hold now.
+
+        What was written to parameters is left to `Pairs.merge`.
 
         Args:
             event: what is about to happen. A forward uses no gradients; before a block, masters that
@@ -204,10 +206,10 @@ class Gradients:
             AmpRuntimeError: the script has made a change that the other side cannot follow; see
                 `amp.masters.agreement`.
         """
-        groups = self.groups if event == "forward" else self.regroup()
-        pairs = groups.pairs
+        parameters = self.parameters if event == "forward" else self.regroup()
+        pairs = parameters.pairs
         if not pairs.pairs:
-            return groups
+            return parameters
         if not HAS_GRAD_DTYPE:
             self._take_grads_of_models(event)
         elif self._are_hidden and event != "forward":
@@ -223,16 +225,16 @@ class Gradients:
         if (found or not HAS_GRAD_DTYPE) and not self._are_hidden:
             self.deferral.unscale_if_changed(pairs)
         self._has_looked = event == "forward" or (self._has_looked and event != "step")
-        return groups
+        return parameters
 
-    def regroup(self) -> Groups:
+    def regroup(self) -> Parameters:
         """Return what the groups hold now; if that is new, unscale deferred gradients first.
 
         Raises:
             AmpRuntimeError: a 16-bit parameter stands where a master should be, or a parameter was cast
                 after `initialize`.
         """
-        known, optimizer, called = self.groups, self._optimizer, self._check.called
+        known, optimizer, called = self.parameters, self._optimizer, self._check.called
         now, before = [group["params"] for group in optimizer.param_groups], known.in_groups
         if (
             list(map(len, now)) == list(map(len, before))
@@ -243,8 +245,8 @@ class Gradients:
         for parameter, dtype in zip(known.unmastered, known.dtypes, strict=True):
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(cast_text(called, parameter, dtype))
-        groups = Groups(now, self._masters, called)
-        half = [each for each in groups.unmastered if each.dtype in LOW_PRECISION]
+        parameters = Parameters(now, self._masters, called)
+        half = [each for each in parameters.unmastered if each.dtype in LOW_PRECISION]
         if half and self._uses_masters:
             raise AmpRuntimeError(
                 f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters where "
@@ -253,8 +255,8 @@ class Gradients:
                 "yields, and add other parameters by optimizer.add_param_group"
             )
         self.deferral.unscale(known.pairs)
-        self.groups = groups
-        return groups
+        self.parameters = parameters
+        return parameters
 
     def _take_grads_of_models(self, event: str) -> None:
         """Add gradients of 16-bit parameters to those of masters, before torch 2.10.
@@ -264,7 +266,7 @@ class Gradients:
         Raises:
             AmpRuntimeError: outside of a block, and a master has a gradient already.
         """
-        pairs, in_block = self.groups.pairs, self.open_block is not None
+        pairs, in_block = self.parameters.pairs, self.open_block is not None
         if self.were_stepped and not in_block and event != "read":  # a wrapper may read them
             self.were_stepped = False
             store_grads([pair.master for pair in pairs.pairs if not pair.is_shared])
@@ -287,9 +289,9 @@ class Gradients:
     def hide(self) -> bool:
         """Leave the gradients to the masters alone; return whether both had them."""
         is_shown = self.state in (State.SETTLED, State.DEFERRED) and not self._are_hidden
-        if not (HAS_GRAD_DTYPE and is_shown and self.groups.masters):
+        if not (HAS_GRAD_DTYPE and is_shown and self.parameters.masters):
             return False
-        pairs = self.groups.pairs
+        pairs = self.parameters.pairs
         pairs.follow_grads()
         self.deferral.unscale_if_changed(pairs)
         self._are_hidden = True
@@ -300,25 +302,25 @@ class Gradients:
         """Undo `hide`, and add what a backward has made meanwhile."""
         if self.state in (State.OPEN, State.DELAYED) or not self._are_hidden:
             return
-        pairs = self.groups.pairs
+        pairs = self.parameters.pairs
         if have_grads(pairs.models):
             self.deferral.unscale(pairs)
             unscaling.add_to_masters(pairs)
         self._show()
 
     def _show(self) -> None:
-        self.groups.pairs.show()
+        self.parameters.pairs.show()
         self._are_hidden = False  # last: while it is set, `show` may go on after an interrupt
 
     # A block.
 
     def prepare_to_enter(self) -> None:
         """Take over what the script has done since the last block."""
-        groups = self.reconcile("block")
+        parameters = self.reconcile("block")
         if self.delayed is None:
             self.were_stepped = False
         is_checked = self.verdicts.found and not self._aside
-        if is_checked and not (groups.have_grads() or have_grads(groups.models)):
+        if is_checked and not (parameters.have_grads() or have_grads(parameters.models)):
             self.verdicts.clear()  # the script has cleared the gradients that they are about
 
     def enter(self, block: Block) -> None:
@@ -327,16 +329,16 @@ class Gradients:
             self.open_block = block
             return
         aside = {}
-        if self.groups.masters or not block.scaler.config.is_identity:
-            there = [(p, grad) for p in self.groups.unmastered if (grad := p.grad) is not None]
+        if self.parameters.masters or not block.scaler.config.is_identity:
+            there = [(p, grad) for p in self.parameters.unmastered if (grad := p.grad) is not None]
             aside = {p: grad.clone() if grad._is_view() else grad for p, grad in there}
         # From here on the block can be left, so an interrupt finds it open or not entered.
         self._aside, self.open_block = aside, block
         for parameter in aside:
             parameter.grad = None
-        if self.groups.masters:
+        if self.parameters.masters:
             self._are_hidden = True
-            self.groups.pairs.hide()
+            self.parameters.pairs.hide()
 
     def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered. Idempotent.
@@ -350,18 +352,18 @@ class Gradients:
         if self.delayed is not None:
             self.open_block = None
             return
-        if self.groups.masters or not block.scaler.config.is_identity:
-            store_grads(self.groups.unmastered)
-            self._synchronization.drop_unreduced(self.groups.of_model)
+        if self.parameters.masters or not block.scaler.config.is_identity:
+            store_grads(self.parameters.unmastered)
+            self._synchronization.drop_unreduced(self.parameters.of_model)
             store_grads(self._aside.keys(), self._aside.values())
-        store_grads(self.groups.models)
+        store_grads(self.parameters.models)
         self._show()
         vars(self).update(_aside={}, open_block=None)  # by one call, which no interrupt divides
 
     def are_reduced(self) -> bool:
         """Whether the last backward has reduced all gradients over the ranks."""
         is_alone = not self._synchronization.wrappers
-        return is_alone or self._synchronization.are_reduced(self.groups.of_model)
+        return is_alone or self._synchronization.are_reduced(self.parameters.of_model)
 
     def delay(self, block: Block) -> Change:
         """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
@@ -381,17 +383,17 @@ class Gradients:
             AmpTypeError: a gradient's dtype cannot be unscaled.
             AmpRuntimeError: the model was moved or cast.
         """
-        groups = self.regroup()
-        if are_final and not groups.are_plain:
-            place_gradients(groups.of_model)
-        new = NewGradients.of(groups, claimed)
+        parameters = self.regroup()
+        if are_final and not parameters.are_plain:
+            place_gradients(parameters.of_model)
+        new = NewGradients.of(parameters, claimed)
         if self.capabilities.takes_scaled:
-            new = new._replace(will_be_deferred=self.deferral.takes(new, groups.pairs))
+            new = new._replace(will_be_deferred=self.deferral.takes(new, parameters.pairs))
         if not scale.scaler.config.is_identity:
-            new.check(self._check)
+            new.refuse_unscalable(self._check)
         return new
 
-    def unscale(self, new: NewGradients, scale: ScaleSnapshot, found_inf: Tensor | None) -> None:
+    def settle(self, new: NewGradients, scale: ScaleSnapshot, found_inf: Tensor | None) -> None:
         """Check and unscale what `collect` returned, or defer it to the step. No host sync.
 
         This cannot be undone: after an error the caller drops all gradients.
@@ -406,16 +408,16 @@ class Gradients:
             names = self._check.names_of
             if new.of_masters.grads:
                 new = new._replace(of_masters=new.of_masters.logged(scaler, names))
-            if new.own.grads and new.own.parameters is self.groups.unmastered:
+            if new.own.grads and new.own.parameters is self.parameters.unmastered:
                 new = new._replace(own=new.own.logged(scaler, names))
         if is_one and found_inf is not None:
-            new.own.check(scale.inv_scale, found_inf)
+            new.own.find_inf(scale.inv_scale, found_inf)
             if not new.will_be_deferred:
-                new.of_masters.check(scale.inv_scale, found_inf)
+                new.of_masters.find_inf(scale.inv_scale, found_inf)
         if new.will_be_deferred:
             self.deferral.defer(new, None if is_one else scale.inv_scale, found_inf)
         elif self.deferral.deferred is not None:
-            self.deferral.unscale(self.groups.pairs)
+            self.deferral.unscale(self.parameters.pairs)
         if not is_one:
             new.unscale(self._aside, scale.inv_scale, found_inf)
         elif new.of_masters.grads and not new.will_be_deferred:
@@ -432,7 +434,7 @@ class Gradients:
         self._aside = {}
 
     def leave(self, verdict: Verdict | None, is_alone: bool) -> None:
-        """Leave the block, after `unscale`: OPEN or DELAYED becomes SETTLED or DEFERRED.
+        """Leave the block, after `settle`: OPEN or DELAYED becomes SETTLED or DEFERRED.
 
         Args:
             verdict: what the check found, if there was one.
@@ -445,9 +447,9 @@ class Gradients:
                 register_with_dynamo(dynamo)  # again: `torch._dynamo.reset` forgets it
         self.open_block = self.delayed = None
         if verdict is not None:
-            is_in_doubt = not (is_alone or verdict.stands) and verdict.known
+            is_in_doubt = not (is_alone or verdict.is_final) and verdict.overflowed_if_known
             if is_in_doubt and not self._check_again(verdict).item():
-                verdict = Verdict(verdict.scaler, verdict.found_inf, verdict.step, stands=True)
+                verdict = Verdict(verdict.scaler, verdict.found_inf, verdict.step, is_final=True)
             self.verdicts.add(verdict)
 
     # The step.
@@ -466,13 +468,14 @@ class Gradients:
         what `decide` would, and after an overflow once more.
         """
         found = list(self.verdicts.found)  # which later blocks change
-        in_doubt = [each for each in found if each.known is not False]
+        in_doubt = [each for each in found if each.overflowed_if_known is not False]
         if not in_doubt:
             return found
         if not self.verdicts.may_be_of_others:
             is_on_device = self.capabilities.may_skip and self.capabilities.skips_on_device()
-            bad = (each for each in in_doubt if (each.known if is_on_device else each.overflowed))
-            if (first := next(bad, None)) is None or first.stands:
+            ask = operator.attrgetter("overflowed_if_known" if is_on_device else "overflowed")
+            bad = filter(ask, in_doubt)
+            if (first := next(bad, None)) is None or first.is_final:
                 return found
         is_bad = self._check_again(in_doubt[0])
         return [each.still(is_bad) for each in found]
@@ -484,8 +487,8 @@ class Gradients:
         Those of a `process_group` may have other optimizers, and ask only after gradients were cleared
         or left.
         """
-        own, deferred = self.groups.unmastered, self.deferral.kept
-        grads = grads_of(own if deferred is not None else self.groups.stepped)
+        own, deferred = self.parameters.unmastered, self.deferral.kept
+        grads = grads_of(own if deferred is not None else self.parameters.stepped)
         values = unscaling.without_complex([local(grad) for grad in grads if grad is not None])
         one, is_bad = torch.ones_like(verdict.found_inf), torch.zeros_like(verdict.found_inf)
         if values:
@@ -493,8 +496,8 @@ class Gradients:
         if deferred is not None:  # its products may overflow too, at a scale below 1
             factor = one if deferred.inv_scale is None else deferred.inv_scale
             kernels.unscale.check(list(deferred.grads), factor, is_bad)
-        if groups := verdict.scaler.groups_with(self.groups.process_groups):
-            reduce_largest([is_bad], groups)
+        if process_groups := verdict.scaler.process_groups_with(self.parameters.process_groups):
+            reduce_largest([is_bad], process_groups)
         return is_bad
 
     def begin_step(self) -> None:
@@ -516,27 +519,27 @@ class Gradients:
                 "without loss scaling, such as O4 or O5, if each parameter is to be stepped in the "
                 "backward."
             )
-        self.deferral.unscale(self.groups.pairs)
-        unscaling.add_to_masters(self.groups.pairs)
+        self.deferral.unscale(self.parameters.pairs)
+        unscaling.add_to_masters(self.parameters.pairs)
         self._add_aside()
 
-    def finish(self) -> None:
+    def prepare_to_part(self) -> None:
         """Leave all gradients unscaled in the `.grad` of both sides, before they part."""
         self.finish_delayed()
         self.show()
-        pairs = self.groups.pairs
+        pairs = self.parameters.pairs
         if HAS_GRAD_DTYPE:
             pairs.follow_grads()
         pairs.follow_requires_grad()
         self.deferral.unscale(pairs)
 
-    def of_model(self) -> list[tuple[Tensor, Tensor]]:
+    def grads_for_step(self) -> list[tuple[Tensor, Tensor]]:
         """Return the model's parameters that have a gradient for the step, with it, scaled or not."""
-        kept, groups = self.deferral.kept, self.groups
-        models = groups.models if kept is None else kept.of.models
-        grads = grads_of(groups.masters) if kept is None else kept.grads
+        kept, parameters = self.deferral.kept, self.parameters
+        models = parameters.models if kept is None else kept.of.models
+        grads = grads_of(parameters.masters) if kept is None else kept.grads
         of_models = zip(models, grads, strict=True)
-        own = zip(groups.unmastered, grads_of(groups.unmastered), strict=True)
+        own = zip(parameters.unmastered, grads_of(parameters.unmastered), strict=True)
         return [(each, grad) for each, grad in (*of_models, *own) if grad is not None]
 
     def end_step(self, verdicts: Sequence[Verdict]) -> None:
@@ -552,9 +555,9 @@ class Gradients:
         self.verdicts.end_step(verdicts)
         is_dropped = self.open_block is not None
         if not HAS_GRAD_DTYPE:
-            is_dropped |= any(verdict.known for verdict in verdicts)
+            is_dropped |= any(verdict.overflowed_if_known for verdict in verdicts)
         if is_dropped:
-            pairs = self.groups.pairs
+            pairs = self.parameters.pairs
             store_grads(pairs.masters)
             pairs.forget_grads()
             self.deferral.forget()
@@ -572,7 +575,7 @@ class Gradients:
         self.regroup()
         if write_zeros is None:
             return self._drop()
-        pairs = self.groups.pairs
+        pairs = self.parameters.pairs
         self.deferral.unscale(pairs)
         for parameter, total in self._aside.items():
             if parameter.grad is None:
@@ -599,7 +602,7 @@ class Gradients:
             module: the model or a part of it, whose own gradients are cleared.
             is_to_none: whether gradients are removed, or get zeros.
         """
-        pairs, aside = self.groups.pairs, self._aside
+        pairs, aside = self.parameters.pairs, self._aside
         if not (aside or self._are_hidden or not HAS_GRAD_DTYPE):
             return
         parameters = set(map(id, module.parameters()))
@@ -618,7 +621,7 @@ class Gradients:
         self.verdicts.may_be_of_others |= bool(self.verdicts.found)
 
     def _drop(self, is_to_none: bool = True) -> None:
-        pairs = self.groups.pairs
+        pairs = self.parameters.pairs
         if is_to_none and pairs.pairs:
             host_lists.lists.clear_grads(pairs.masters)
             host_lists.lists.clear_grads(pairs.models)
@@ -631,17 +634,17 @@ class Gradients:
         if self.verdicts.found:
             self.verdicts.clear()
         if self._synchronization.wrappers:
-            self._synchronization.drop_unreduced(self.groups.of_model)
+            self._synchronization.drop_unreduced(self.parameters.of_model)
 
     def clear(self) -> None:
         """Drop all gradients, and leave a block. Idempotent."""
-        store_grads(self.groups.unmastered)
+        store_grads(self.parameters.unmastered)
         self._drop()
         self._are_hidden = False
         self.open_block = None
 
     def let_go(self) -> None:
         """Forget the parameters: the optimizer leaves the session."""
-        self.groups.pairs.forget_grads()
+        self.parameters.pairs.forget_grads()
         self.deferral = Deferral(self._optimizer)
-        self.groups = Groups((), self._masters, self._check.called)
+        self.parameters = Parameters((), self._masters, self._check.called)

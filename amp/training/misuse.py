@@ -79,15 +79,15 @@ class Misuse:
         self.was_in_block = True
         if self.has_stepped:
             return
-        groups = self.attached.gradients.groups
-        if any(map(is_of_fsdp1, groups.models)):
+        parameters = self.attached.gradients.parameters
+        if any(map(is_of_fsdp1, parameters.models)):
             raise AmpRuntimeError(
                 "the model was wrapped in FullyShardedDataParallel after amp.initialize, and its flat "
                 "shards cannot have masters. Before amp.initialize cut the model by "
                 "torch.distributed.fsdp.fully_shard instead, or take "
                 f"opt_level={levels_with('patch_torch_functions')}"
             )
-        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in groups.masters):
+        if any(each._backward_hooks or each._post_accumulate_grad_hooks for each in parameters.masters):
             warn(
                 "a hook was registered on what optimizer.param_groups holds or amp.master_params "
                 "yields, which are FP32 masters: no backward reaches them. Register it on the model's "
@@ -108,7 +108,7 @@ class Misuse:
         self._blocks += 1
         if not self._scales_read or gradients.state in (State.OPEN, State.DELAYED):
             return
-        stepped = gradients.groups.stepped
+        stepped = gradients.parameters.stepped
         grads = ((p, grad) for p in stepped if (grad := p.grad) is not None and not grad.is_sparse)
         self._unscaled = next(((p, grad.detach().clone()) for p, grad in grads), None)
 
@@ -143,7 +143,7 @@ class Misuse:
 
     def step_begins(self) -> tuple[Tensor, int, Tensor] | None:
         """Look at a step that is about to be taken; return what `step_has_ended` compares."""
-        compares = self._to_compare and self.attached.gradients.groups.have_grads()
+        compares = self._to_compare and self.attached.gradients.parameters.have_grads()
         if compares and not self.has_stepped:
             self.has_stepped = True
             self._warn_if_unscaled()
@@ -158,8 +158,8 @@ class Misuse:
             AmpAssertionError: masters have no gradients yet, so that it would leave them scaled.
         """
         name = type(self.attached.optimizer).__name__
-        groups = self.attached.gradients.groups
-        have_any = groups.have_grads() or have_grads(groups.models)
+        parameters = self.attached.gradients.parameters
+        have_any = parameters.have_grads() or have_grads(parameters.models)
         scales = any(not scaler.config.is_identity for scaler in self.attached.owner.scalers)
         if self.was_in_block and scales and not self._has_named_grad_scaler:
             self._has_named_grad_scaler = True
@@ -169,7 +169,7 @@ class Misuse:
                 "GradScaler divides them by its own scale, so the weights hardly move. Leave the "
                 "GradScaler out: call optimizer.step()"
             )
-        elif groups.masters and have_any and not self.was_in_block:
+        elif parameters.masters and have_any and not self.was_in_block:
             raise AmpAssertionError(
                 f"GradScaler.step was called for {name}, whose FP32 masters have no gradients. They "
                 "get some by `with amp.scale_loss(loss, optimizer) as scaled_loss: "
@@ -178,7 +178,7 @@ class Misuse:
 
     def closure_has_ended(self) -> None:
         """Look at a step with a closure that was taken."""
-        if not self.has_stepped and self.attached.gradients.groups.have_grads():
+        if not self.has_stepped and self.attached.gradients.parameters.have_grads():
             self.has_stepped, self._to_compare = True, 0
             self._warn_if_unscaled()
 
@@ -213,13 +213,13 @@ class Misuse:
         trace of a change; to compare values there would make the host wait.
         """
         attached = self.attached
-        groups = attached.gradients.groups
+        parameters = attached.gradients.parameters
         is_fused = any(group.get("fused") for group in attached.optimizer.param_groups)
         may_not_tell = attached.is_wrapped or is_fused or _get_current_dispatch_mode()
-        if may_not_tell or not (attached.masters.are_whole and groups.masters):
+        if may_not_tell or not (attached.masters.are_whole and parameters.masters):
             self._to_compare = 0
             return None
-        master = next((each for each in groups.masters if each.grad is not None), None)
+        master = next((each for each in parameters.masters if each.grad is not None), None)
         return None if master is None else (master, master._version, master.detach().clone())
 
     def _warn_if_unscaled(self) -> None:
@@ -283,7 +283,7 @@ class BlockWatch:
         # level that scales no loss.
         session = self._session
         self._others = [
-            (each, {p: (p.grad, _version(p.grad)) for p in each.gradients.groups.of_model})
+            (each, {p: (p.grad, _version(p.grad)) for p in each.gradients.parameters.of_model})
             for each in chain.from_iterable(one.attached for one in open_sessions())
             if each not in self._attached
             and (each.owner is session or not each.owner.scalers[0].config.is_identity)
@@ -291,7 +291,7 @@ class BlockWatch:
 
     def _watch_parameters(self) -> None:
         """See by which backward parameters get their gradients, as long as this object lives."""
-        of_model = {p for each in self._unstepped for p in each.attached.gradients.groups.of_model}
+        of_model = {p for each in self._unstepped for p in each.attached.gradients.parameters.of_model}
         hook = functools.partial(_grad_arrives, weakref.ref(self))
         leaves = [p for p in of_model if p.requires_grad and p.is_leaf]
         handles = [p.register_post_accumulate_grad_hook(hook) for p in leaves]
@@ -317,7 +317,9 @@ class BlockWatch:
 
     def backward_has_ended(self) -> None:
         """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
-        for pair in chain(*[each.attached.gradients.groups.pairs.pairs for each in self._unstepped]):
+        for pair in chain(
+            *[each.attached.gradients.parameters.pairs.pairs for each in self._unstepped]
+        ):
             if pair.master.grad is not None and pair.master.grad is not pair.grad:
                 raise AmpRuntimeError(
                     f"the FP32 master of a parameter of shape {tuple(pair.master.shape)} was given a "
@@ -332,7 +334,7 @@ class BlockWatch:
             self._warn_if_empty()
             for misuse in self._unstepped:
                 misuse.block_is_left()
-        if self.was_run is False and self.block.found:
+        if self.was_run is False and self.block.with_gradients:
             warn(
                 "an amp.scale_loss block has found gradients, and none came from the scaled loss: they "
                 "are divided by the loss scale all the same, so the weights hardly move. Call "
@@ -340,7 +342,7 @@ class BlockWatch:
                 "loss.backward()"
             )
         self._warn_of_others()
-        of_block = {p for each in self._attached for p in each.gradients.groups.of_model}
+        of_block = {p for each in self._attached for p in each.gradients.parameters.of_model}
         for each, before in self._others:
             is_own = each.owner is self._session or (each.misuse and not each.misuse.was_in_block)
             if not is_own or each.gradients.state is State.DELAYED:
@@ -369,7 +371,7 @@ class BlockWatch:
             if all(isinstance(leaf, torch.nn.Parameter) for leaf in leaves):
                 found, whose = self._reached_by_others - leaves, "another loss than the scaled one"
         if found:
-            stepped = (p for each in self._attached for p in each.gradients.groups.of_model)
+            stepped = (p for each in self._attached for p in each.gradients.parameters.of_model)
             called = self._attached[0].check.called(next(p for p in stepped if p in found))
             warn(
                 f"the gradient of {called} comes from {whose}, whose backward() was called in the same "
@@ -382,10 +384,10 @@ class BlockWatch:
         """Warn once if the first block of some optimizers has found no gradient at all."""
         known = [each.misuse for each in self._attached]
         for one in filter(None, known):
-            one.has_found |= one.attached.gradients in self.block.found
+            one.has_found |= one.attached.gradients in self.block.with_gradients
         if any(one is None or one.has_found or one.has_stepped for one in known):
             return
-        if any(p.requires_grad for each in self._attached for p in each.gradients.groups.stepped):
+        if any(p.requires_grad for each in self._attached for p in each.gradients.parameters.stepped):
             for one in known:
                 one.has_found = True
             none_was_run = "" if self.was_run else "no backward was run in it, or "

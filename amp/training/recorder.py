@@ -85,8 +85,7 @@ class HostCopies:
 _LISTS = 8
 """How many lists are remembered; there are several if some parameters get no gradient at times."""
 
-Parameters = Sequence[Tensor]
-Names = Callable[[Parameters], list[str]]
+Names = Callable[[Sequence[Tensor]], list[str]]
 
 
 class Transition(NamedTuple):
@@ -150,11 +149,11 @@ class FlightRecorder:
         self.states, self.bad = HostCopies(), HostCopies()
         self._bad_steps: dict[str, int] = {}
         """What has arrived of `bad`, by the parameter's name."""
-        self._logs: dict[int, tuple[Parameters, Tensor, Names]] = {}
+        self._logs: dict[int, tuple[Sequence[Tensor], Tensor, Names]] = {}
 
     # Recording.
 
-    def log_of(self, parameters: Parameters, names: Names) -> Tensor:
+    def log_of(self, parameters: Sequence[Tensor], names: Names) -> Tensor:
         """Return the tensor in which kernels log the last bad update of each parameter's gradient.
 
         They do where the host learns of an overflow too late to check the gradients.

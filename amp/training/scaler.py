@@ -133,7 +133,7 @@ class LossScaler:
         self.recorder = FlightRecorder(loss_id, config.overflow_patience, config.start)
         self._set(config.start, 0, config.hysteresis)
 
-    def groups_with(self, others: Iterable[ProcessGroup]) -> list[ProcessGroup]:
+    def process_groups_with(self, others: Iterable[ProcessGroup]) -> list[ProcessGroup]:
         """Return the groups whose ranks agree on an overflow, given those of the gradients."""
         groups = tuple(dict.fromkeys((*self.process_groups, *others)))
         if groups != self._known_groups[0]:

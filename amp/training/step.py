@@ -2,8 +2,8 @@
 
 | way              | the optimizer                       | gradients  | who writes the model |
 |------------------|-------------------------------------|------------|----------------------|
-| `_step_fused`    | declares `_step_takes_scaled_grads` | deferred   | the optimizer        |
-| `_step_unscaled` | any other, or is given a closure    | in `.grad` | the session          |
+| `_step_from_scaled` | declares `_step_takes_scaled_grads` | deferred   | the optimizer        |
+| `_step_from_grads`  | any other, or is given a closure    | in `.grad` | the session          |
 
 `amp.training.verdicts` decides who skips a step after an overflow. `Unattached` finds the steps of
 optimizers that no session has, and that should have masters, and those that are not the session's.
@@ -114,7 +114,7 @@ class OptimizerStep:
                     args = functools.partial(self._evaluate, closure, same_casts()), *args
                 return self._run(functools.partial(step, *args, **kwargs), closure is not None)
             except RuntimeError as error:
-                self._attached().check.add_hint(error, gradients.groups.models)
+                self._attached().check.add_hint(error, gradients.parameters.models)
                 raise
             finally:
                 masters.are_ahead, self.is_running = before, False
@@ -126,7 +126,7 @@ class OptimizerStep:
         if not has_closure:  # else the gradients are still to be made
             if gradients.delayed is not None:
                 gradients.finish_delayed()
-            if misuse is not None or not gradients.groups.have_grads():
+            if misuse is not None or not gradients.parameters.have_grads():
                 attached.check.check_not_replaced()
             if misuse is not None:
                 before = misuse.step_begins()
@@ -135,7 +135,7 @@ class OptimizerStep:
         takes_scaled = gradients.capabilities.takes_scaled
         if "grad_scale" in vars(self._optimizer):  # a torch.amp.GradScaler has scaled them otherwise
             takes_scaled = False
-            gradients.deferral.unscale(gradients.groups.pairs)
+            gradients.deferral.unscale(gradients.parameters.pairs)
 
         def run() -> Any:
             result = None
@@ -144,9 +144,9 @@ class OptimizerStep:
                 # A scheduler made before `initialize` would otherwise warn that it was stepped first.
                 self._optimizer._opt_called = self._is_to_end = True
             elif takes_scaled and not has_closure:
-                result = self._step_fused(step, found_inf)
+                result = self._step_from_scaled(step, found_inf)
             else:
-                result = self._step_unscaled(step, found_inf, has_closure)
+                result = self._step_from_grads(step, found_inf, has_closure)
             if has_closure:
                 attached.check.check_not_replaced()
                 if misuse is not None:
@@ -155,7 +155,7 @@ class OptimizerStep:
                 misuse.step_has_ended(before)
             forget_casts()  # casts of old weights, if a forward is under way
             if self.verdicts:
-                note_step(self.verdicts, gradients.of_model, attached.check.names_of)
+                note_step(self.verdicts, gradients.grads_for_step, attached.check.names_of)
             for observer in (*everywhere, *attached.owner.observers):
                 observer.step_ends(attached)
             return result
@@ -166,9 +166,9 @@ class OptimizerStep:
         self._learn()  # last: it may warn, which may be an error
         return result
 
-    def _step_fused(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
+    def _step_from_scaled(self, step: Callable[[], Any], found_inf: Tensor | None) -> Any:
         """Let the optimizer itself unscale, skip, merge, and write masters and the model's weights."""
-        gradients, pairs = self._gradients, self._gradients.groups.pairs
+        gradients, pairs = self._gradients, self._gradients.parameters.pairs
 
         def look_up() -> Deferred:
             deferred = gradients.deferral.for_step(pairs)
@@ -191,11 +191,11 @@ class OptimizerStep:
             raise
         return result
 
-    def _step_unscaled(
+    def _step_from_grads(
         self, step: Callable[[], Any], found_inf: Tensor | None, has_closure: bool
     ) -> Any:
         """Step with the gradients in `.grad`, and write masters to the model."""
-        pairs, masters = self._gradients.groups.pairs, self._masters
+        pairs, masters = self._gradients.parameters.pairs, self._masters
         optimizer, found_inf = self._optimizer, None if found_inf is None else found_inf.reshape(())
         if found_inf is not None and "grad_scale" in vars(optimizer):  # torch removes both itself
             theirs = optimizer.found_inf
@@ -227,14 +227,15 @@ class OptimizerStep:
             self._unwritten = None
 
     def _with_hooks(
-        self, step: Callable[[], Any], merge: Callable[[], None] | None, write: Callable[[], None]
+        self, step: Callable[[], Any], merge: Callable[[], None] | None, agree: Callable[[], None]
     ) -> Any:
         """Step; take over what hooks before it change, and let those after it find what it has made.
 
         Args:
             step: the optimizer's own step, which calls the hooks.
             merge: lets masters take what was written to the model, after the last hook before the step.
-            write: writes masters to the model, before the first hook after the step.
+            agree: writes masters to the model, or notes that the optimizer has, before the first hook
+                after the step.
         """
         optimizer, handles, is_written = self._optimizer, [], False
         of_all = [x for x in _global_optimizer_pre_hooks.values() if x is not unattached]
@@ -246,7 +247,7 @@ class OptimizerStep:
 
         def after(*_: object) -> None:
             nonlocal is_written
-            write()
+            agree()
             is_written = True
 
         has_hooks = hasattr(optimizer, "register_step_pre_hook")  # else torch calls none, of any kind
@@ -263,9 +264,9 @@ class OptimizerStep:
             for handle in handles:
                 handle.remove()
         if is_written:
-            self._gradients.groups.pairs.write_changed()  # of the hooks
+            self._gradients.parameters.pairs.write_changed()  # of the hooks
         else:
-            write()
+            agree()
         return result
 
     def _end(self) -> None:
@@ -287,7 +288,7 @@ class OptimizerStep:
     def _evaluate(self, closure: Callable[[], Any], as_around_the_step: Any) -> Any:
         """Evaluate the model on the present masters; after an overflow again, at the lowered scale."""
         gradients = self._gradients
-        gradients.groups.pairs.write_back()
+        gradients.parameters.pairs.write_back()
         forget_casts()  # of the weights of the last evaluation
         with as_around_the_step():
             for _ in range(_CLOSURE_TRIES):
@@ -314,7 +315,7 @@ class OptimizerStep:
         history = self._attached().owner.fp8.history
         if history is not None:
             if not history.ended_in_block:
-                history.share(self._gradients.groups.process_groups)
+                history.share(self._gradients.parameters.process_groups)
                 history.end()
             history.ended_in_block = False
 

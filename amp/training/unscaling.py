@@ -2,13 +2,14 @@
 
 Everything that turns 16 bits into FP32 between backward and step:
 
-| from                     | to                         | when                    | function         |
-|--------------------------|----------------------------|-------------------------|------------------|
-| gradients of a block     | FP32 of masters, and sums  | the block ends, scaled  | `unscale`        |
-| the same, with a graph   | operations of autograd     | the same                | `unscale`        |
-| the same                 | FP32 of masters, added     | the block ends, scale 1 | `add_to_masters` |
-| deferred gradients       | FP32 sums                  | a later block ends      | `Found.plus`     |
-| deferred gradients       | FP32 in memory of their own| something reads one     | `unscaled`       |
+| from                   | to                        | when                    | function             |
+|------------------------|---------------------------|-------------------------|----------------------|
+| gradients of a block   | FP32 of masters, and sums | the block ends, scaled  | `_unscale`           |
+| the same, with a graph | operations of autograd    | the same                | `_unscale_in_graph`  |
+| the same               | FP32 of masters, added    | the block ends, scale 1 | `add_to_masters`     |
+| deferred gradients     | FP32 sums                 | a later block ends      | `SideGradients.plus` |
+| the same               | FP32 of their own         | something reads one     | `unscaled`           |
+| what a script stores   | FP32 of both sides        | the next look           | `Pairs.follow_grads` |
 
 Gradients that a parameter of the model keeps, and adds to no others, are unscaled where they are.
 Masters become 16-bit weights, and take over what was written to these, in `amp.masters.agreement`.
@@ -38,7 +39,7 @@ from amp.training.parameter_check import ParameterCheck
 
 if TYPE_CHECKING:
     from amp.kernels.launch_plans import BadSteps
-    from amp.training.gradients import Groups
+    from amp.training.gradients import Parameters
     from amp.training.recorder import Names
     from amp.training.scaler import LossScaler
 
@@ -46,7 +47,7 @@ _grad = operator.attrgetter("grad")
 _NONE = TensorList([])
 
 
-class Found(NamedTuple):
+class SideGradients(NamedTuple):
     """Gradients that backward has left in some parameters of a model.
 
     Attributes:
@@ -62,7 +63,7 @@ class Found(NamedTuple):
     are_dense: bool
     bad_steps: BadSteps | None = None
 
-    def logged(self, scaler: LossScaler, names: Names) -> Found:
+    def logged(self, scaler: LossScaler, names: Names) -> SideGradients:
         """Return the same, to be logged for a scaler; `names` returns the names of parameters."""
         return self._replace(bad_steps=scaler.bad_steps_of(self.parameters, names))
 
@@ -87,11 +88,14 @@ class Found(NamedTuple):
         kernels.axpby.axpby(a, self.grads, b, earlier, sums, found_inf, bad_steps=self.bad_steps)
         return sums
 
-    def check(self, one: Tensor, found_inf: Tensor) -> None:
-        """Set `found_inf`, float32 `[1]`, if a gradient is inf or NaN, and log which. No host sync."""
+    def find_inf(self, factor: Tensor, found_inf: Tensor) -> None:
+        """Set `found_inf`, float32 `[1]`, if a gradient is inf or NaN, and log which. No host sync.
+
+        Products with `factor`, float32 `[1]`, count too.
+        """
         if self.grads:
             parts = self.grads if self.are_dense else without_complex(self.grads)
-            kernels.unscale.check(parts, one, found_inf, bad_steps=self.bad_steps)
+            kernels.unscale.check(parts, factor, found_inf, bad_steps=self.bad_steps)
 
 
 class NewGradients(NamedTuple):
@@ -106,46 +110,46 @@ class NewGradients(NamedTuple):
     """
 
     pairs: Pairs
-    of_masters: Found
-    own: Found
+    of_masters: SideGradients
+    own: SideGradients
     have_graphs: bool
     will_be_deferred: bool = False
 
     @classmethod
-    def of(cls, groups: Groups, claimed: Collection[int]) -> NewGradients:
+    def of(cls, parameters: Parameters, claimed: Collection[int]) -> NewGradients:
         """Return the gradients that backward has made, and change nothing.
 
         Args:
-            groups: what the optimizer's groups hold.
+            parameters: what the optimizer's groups hold.
             claimed: ids of parameters whose gradients another optimizer handles.
         """
         sides = []
-        lists = groups.pairs.model_list, groups.unmastered_list
-        for parameters, like in zip((groups.models, groups.unmastered), lists, strict=True):
-            grads: list[Any] = list(map(_grad, parameters))
+        lists = parameters.pairs.model_list, parameters.unmastered_list
+        for every, like in zip((parameters.models, parameters.unmastered), lists, strict=True):
+            grads: list[Any] = list(map(_grad, every))
             there = [grad is not None for grad in grads]
             if claimed:
-                both = zip(there, parameters, strict=True)
+                both = zip(there, every, strict=True)
                 there = [has and id(parameter) not in claimed for has, parameter in both]
             grads = list(compress(grads, there))
-            if not groups.are_plain:
+            if not parameters.are_plain:
                 grads = list(map(local, grads))
             have_values = all(map(has_own_values, set(map(type, grads))))
             are_dense = have_values and host_lists.lists.are_floats(grads)
-            holders = parameters if all(there) else list(compress(parameters, there))
+            holders = every if all(there) else list(compress(every, there))
             new = TensorList(grads, like=like) if grads else _NONE
-            sides.append((there, Found(holders, new, are_dense)))
+            sides.append((there, SideGradients(holders, new, are_dense)))
         (there, of_masters), (_, own) = sides
-        pairs = groups.pairs
+        pairs = parameters.pairs
         if not all(there):
             pairs = pairs.only(there)
             of_masters = of_masters._replace(parameters=pairs.models)  # the same list each time
         grads = [*of_masters.grads, *own.grads]
-        have_graphs = groups.are_plain and not host_lists.lists.train(grads, [False] * len(grads))
+        have_graphs = parameters.are_plain and not host_lists.lists.train(grads, [False] * len(grads))
         return cls(pairs, of_masters, own, have_graphs)
 
-    def check(self, check: ParameterCheck) -> None:
-        """Raise if a gradient cannot be unscaled; `check` names parameters in messages.
+    def refuse_unscalable(self, names: ParameterCheck) -> None:
+        """Raise if a gradient cannot be unscaled; `names` names parameters in messages.
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
@@ -158,7 +162,7 @@ class NewGradients(NamedTuple):
             for parameter, grad in both:
                 if grad.dtype not in SCALABLE:
                     raise AmpTypeError(
-                        f"the gradient of {check.called(parameter)} is {grad.dtype} and cannot be "
+                        f"the gradient of {names.called(parameter)} is {grad.dtype} and cannot be "
                         "unscaled: loss scaling takes float16, bfloat16, float32 and float64. Freeze "
                         "the parameter, leave it out of the optimizer, or use a loss_scale of 1."
                     )

@@ -33,33 +33,33 @@ class Verdict:
         scaler: of the loss.
         found_inf: float32 `[1]`, 1 on overflow.
         step: the number of the scaler's update; None for the next one.
-        stands: whether it may be about gradients of other optimizers, so that it counts for the next
+        is_final: whether it may be about gradients of other optimizers, so that it counts for the next
             step whatever its gradients are.
     """
 
     def __init__(
-        self, scaler: LossScaler, found_inf: Tensor, step: int | None = None, stands: bool = False
+        self, scaler: LossScaler, found_inf: Tensor, step: int | None = None, is_final: bool = False
     ) -> None:
-        self.scaler, self.found_inf, self.stands = scaler, found_inf, stands
+        self.scaler, self.found_inf, self.is_final = scaler, found_inf, is_final
         self.step = scaler.updates if step is None else step
 
     def still(self, found_inf: Tensor) -> Verdict:
         """Return the verdict after gradients were checked again. No host sync."""
-        if self.stands:
+        if self.is_final:
             return self
         both = torch.minimum(self.found_inf, found_inf.to(self.found_inf.device))
         return Verdict(self.scaler, both, self.step)
 
     def open_to_doubt(self) -> Verdict:
         """Return the same for later steps, which may check the gradients again."""
-        if not self.stands:
+        if not self.is_final:
             return self
         same = copy.copy(self)
-        same.stands = False
+        same.is_final = False
         return same
 
     @property
-    def known(self) -> bool | None:
+    def overflowed_if_known(self) -> bool | None:
         """Whether it was an overflow, if the host knows it; else None. No host sync."""
         is_known = self.scaler.is_on_host or "overflowed" in vars(self)
         return self.overflowed if is_known else None
@@ -69,7 +69,7 @@ class Verdict:
 
         The host waits for the device, for 4 bytes, if it does not know.
         """
-        known = self.known
+        known = self.overflowed_if_known
         return self.found_inf.item() > 0 if known is None else known
 
     @functools.cached_property
@@ -89,9 +89,9 @@ def joined(verdicts: Iterable[Verdict]) -> list[Verdict]:
     result = []
     for scaler, each in alike.items():
         found = [verdict.found_inf.to(each[0].found_inf.device) for verdict in each]
-        step = next((verdict.step for verdict in each if verdict.known), each[-1].step)
-        stands = any(verdict.stands for verdict in each)
-        result.append(Verdict(scaler, torch.stack(found).amax(dim=0), step, stands))
+        step = next((verdict.step for verdict in each if verdict.overflowed_if_known), each[-1].step)
+        is_final = any(verdict.is_final for verdict in each)
+        result.append(Verdict(scaler, torch.stack(found).amax(dim=0), step, is_final))
     return result
 
 
@@ -148,10 +148,10 @@ def note_step(
         of_model: returns the parameters that have a gradient, with it.
         names_of: returns the names of parameters.
     """
-    verdicts = [verdict for verdict in verdicts if verdict.known is not False]
+    verdicts = [verdict for verdict in verdicts if verdict.overflowed_if_known is not False]
     for scaler in {verdict.scaler: None for verdict in verdicts}:
         scaler.recorder.note_step([each.step for each in verdicts if each.scaler is scaler])
-    overflows = [verdict for verdict in verdicts if verdict.known]
+    overflows = [verdict for verdict in verdicts if verdict.overflowed_if_known]
     if overflows and (pairs := list(of_model())):
         names, are_good = names_of([each for each, _ in pairs]), _are_finite(grad for _, grad in pairs)
         for verdict in overflows:
@@ -179,7 +179,7 @@ def decide(verdicts: Sequence[Verdict], capabilities: Capabilities) -> tuple[boo
     if not verdicts:
         return False, None
     if capabilities.may_skip and capabilities.skips_on_device():
-        is_good = [verdict.known is False for verdict in verdicts]
+        is_good = [verdict.overflowed_if_known is False for verdict in verdicts]
         if all(is_good) and not capabilities.takes_scaled:
             return False, None  # torch's fused ones take longer with a flag
         found = [verdict.found_inf for verdict in verdicts]
@@ -210,7 +210,7 @@ class Verdicts:
         """Note what the check of a block has found."""
         if self.stepped:  # the gradients of a skipped step are left, if they were not set to zero
             known = self.found[: self.stepped]
-            left = [each.open_to_doubt() for each in known if each.known is not False]
+            left = [each.open_to_doubt() for each in known if each.overflowed_if_known is not False]
             self.found[: self.stepped], self.stepped = left, len(left)
             self.may_be_of_others = bool(left)
         self.found.append(verdict)
@@ -220,7 +220,7 @@ class Verdicts:
     def clear(self) -> None:
         """Note that the gradients were cleared."""
         new, self.stepped = self.found[self.stepped :], 0
-        self.found = [each.open_to_doubt() for each in new if each.known is not False]
+        self.found = [each.open_to_doubt() for each in new if each.overflowed_if_known is not False]
         self.may_be_of_others = bool(self.found)
 
     def forget(self) -> None:

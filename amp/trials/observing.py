@@ -289,10 +289,12 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
         if log.steps not in kept:
             return
-        deferred = log.attached.gradients.deferral.for_step(log.attached.gradients.groups.pairs)
+        deferred = log.attached.gradients.deferral.for_step(log.attached.gradients.parameters.pairs)
         values = unscaled(deferred.grads.now(), deferred.inv_scale) if deferred.grads else ()
         grads = {id(model): grad for model, grad in zip(deferred.of.models, values, strict=True)}
-        grads |= {id(p): p.grad for p in log.attached.gradients.groups.unmastered if p.grad is not None}
+        grads |= {
+            id(p): p.grad for p in log.attached.gradients.parameters.unmastered if p.grad is not None
+        }
         for parameter, name in self._names(log.attached.owner):
             if id(parameter) in grads:
                 kept[log.steps].setdefault(name, []).append(_on_host(grads[id(parameter)]))
@@ -329,7 +331,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 
     def _note_weights(self, log: _Log) -> None:
         """Note the bytes of weights, masters and optimizer state."""
-        attached, masters = log.attached, log.attached.gradients.groups.masters
+        attached, masters = log.attached, log.attached.gradients.parameters.masters
         if self._is_first(log):
             models = attached.owner.live_models()
             held = (x for model in models for x in (*model.parameters(), *model.buffers()))
@@ -397,9 +399,9 @@ def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
     Gradients of masters may be scaled still.
     """
-    deferred = attached.gradients.deferral.for_step(attached.gradients.groups.pairs)
+    deferred = attached.gradients.deferral.for_step(attached.gradients.parameters.pairs)
     yield from zip(deferred.of.masters, deferred.grads, strict=True)
-    for parameter in attached.gradients.groups.unmastered:
+    for parameter in attached.gradients.parameters.unmastered:
         if parameter.grad is not None:
             yield parameter, _dense(parameter.grad)
 

@@ -205,8 +205,8 @@ def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
     optimizer: Optimizer = attached.optimizer
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     gradients = attached.gradients
-    masters, grads = gradients.groups.masters, grads_of(gradients.groups.masters)
-    common = [(pair, pair.grad) for pair in gradients.groups.pairs.pairs]
+    masters, grads = gradients.parameters.masters, grads_of(gradients.parameters.masters)
+    common = [(pair, pair.grad) for pair in gradients.parameters.pairs.pairs]
     holders = [(each, dict(vars(each))) for each in (gradients, gradients.deferral)]
 
     def restore() -> None:

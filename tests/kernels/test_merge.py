@@ -231,7 +231,7 @@ def test_masters_are_rounded_back(
         for master in masters:
             master.mul_(1.01)
         versions = [parameter._version for parameter in parameters]
-        round_back(*lists)
+        round_back(lists[1], lists[0])
         for parameter, master, version in zip(parameters, masters, versions, strict=True):
             assert torch.equal(parameter.nan_to_num(7.0), master.to(dtype).nan_to_num(7.0))
             assert parameter._version > version
