@@ -20,18 +20,23 @@ from amp.errors import AmpValueError
 from amp.kernels import (
     adam,
     axpby,
+    cpu_loop,
     fp4,
     fp8,
     l2norm,
     lamb,
     language,
     master_copy,
+    packing,
+    philox,
     plainstep,
     scaled_mm,
     sgd,
     unscale,
+    update_scale,
 )
 from amp.kernels import split as splitting
+from amp.masters.agreement import Pairs
 from amp.selftest import of_steps, selftest_command
 from amp.selftest.check_registry import Check, SkipError, all_checks, assert_same_bits
 from amp.selftest.running import results
@@ -166,6 +171,36 @@ def of_function(module: Any, name: str, change: Callable[[Any], Any]) -> Mutatio
     return mutate
 
 
+def of_arguments(module: Any, name: str, change: Callable[..., tuple[Any, ...]]) -> Mutation:
+    """Change the arguments that a function gets."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        original = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: original(*change(*args)))
+
+    return mutate
+
+
+def of_value(module: Any, name: str, value: Any) -> Mutation:
+    """Replace a function or a number."""
+
+    def mutate(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cpu_loop, "_loops", {})  # no loop of an earlier test
+        monkeypatch.setattr(module, name, value)
+
+    return mutate
+
+
+def of_lamb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn the ratio of norms that all ranks have agreed on upside down."""
+
+    def at(numbers: Any, t: float, norms: Any) -> Any:
+        assert lamb.LAMB.at is not None
+        return lamb.LAMB.at(numbers, t, norms and norms[::-1])
+
+    monkeypatch.setattr(of_steps, "RULES", {**of_steps.RULES, "LAMB": lamb.LAMB._replace(at=at)})
+
+
 MUTATIONS: dict[str, tuple[Mutation, str]] = {
     "unscale: last element": (of_reference(unscale, "_UNSCALE", last_element(1)), "kernels: unscale"),
     "unscale: no flag": (of_reference(unscale, "_UNSCALE", no_flag), "kernels: overflow"),
@@ -205,6 +240,49 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
     "FP4: a factor too large": (
         of_function(fp4, "two_levels", lambda scales: (scales[0], scales[1] * 2, scales[2])),
         "fp8: quantized, FP4",
+    ),
+    "check: no factor above 1": (
+        of_value(unscale, "_is_at_most_one", lambda factor: True),
+        "kernels: overflow",
+    ),
+    "clip: above 1": (
+        of_value(l2norm, "clip_factor", lambda total, most: most / total if most else total / total),
+        "kernels: l2norm",
+    ),
+    "scale: no hysteresis": (
+        of_arguments(update_scale, "next_state", lambda state, numbers, reset: (state, numbers, False)),
+        "kernels: hysteresis",
+    ),
+    "halves: old low bits": (
+        of_value(packing, "joined", lambda high, low, number, *_: number((high << 16) + low)),
+        "kernels: split16, bfloat16",
+    ),
+    "moments: packed to nearest": (
+        of_arguments(plainstep, "pack", lambda m, v, x: (m, v, packing.TO_NEAREST)),
+        "training: small states",
+    ),
+    "halves: to nearest": (
+        of_arguments(plainstep, "encode", lambda p, dtype, low, noise: (p, dtype, low)),
+        "training: small states",
+    ),
+    "shards: without runs": (
+        of_arguments(
+            plainstep,
+            "_random_bits",
+            lambda keys, origins, pieces: (keys, [each._replace(run=0) for each in origins], pieces),
+        ),
+        "training: shards",
+    ),
+    "LAMB: the ratio of ranks": (of_lamb, "training: LAMB, norms of ranks"),
+    "C++: 0 * inf": (
+        of_value(cpu_loop, "_plus_product", lambda x, factor, y: x + factor * y),
+        "training: the loop in C++, merged",
+    ),
+    "Hadamard: a sign": (of_value(fp4, "SIGNS", (1, 1, 1, 1, *fp4.SIGNS[4:])), "fp8: known answers"),
+    "Philox: 9 rounds": (of_value(philox, "ROUNDS", 9), "fp8: known answers"),
+    "masters: not written back": (
+        of_value(Pairs, "write_back", Pairs.note_agreement),
+        "sessions: O2, AdamW",
     ),
     "FP8 products: half": (of_function(scaled_mm, "_mm", lambda product: product / 2), "fp8: products"),
 }

@@ -50,7 +50,7 @@ CHECKS: dict[str, Check] = {}
 
 def all_checks() -> dict[str, Check]:
     """Return all checks by their names, in the order in which they run."""
-    for name in ("of_kernels", "of_steps", "of_fp8", "of_training", "of_bandwidth"):
+    for name in ("of_kernels", "of_steps", "of_fp8", "of_training", "of_sessions", "of_bandwidth"):
         importlib.import_module(f"amp.selftest.{name}")
     return CHECKS
 

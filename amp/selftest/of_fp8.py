@@ -11,11 +11,18 @@ import torch
 from torch import Tensor
 
 from amp.kernels.fp8 import DTYPES, Fp4Granularity, Granularity, Operand, Quantized, dequantize
-from amp.kernels.philox import Draw
+from amp.kernels.philox import Draw, philox
 from amp.kernels.quantize import quantize
 from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import OUT_DTYPES, emulated, scaled_mm, way_of
-from amp.selftest.check_registry import CHECKS, Check, Outcome, SkipError, assert_same_bits
+from amp.selftest.check_registry import (
+    CHECKS,
+    Check,
+    Outcome,
+    SkipError,
+    assert_same_bits,
+    check,
+)
 
 PAIRS: tuple[tuple[Granularity, Granularity], ...] = (
     ("tensor", "tensor"),
@@ -95,6 +102,29 @@ def _quantizes_fp4(granularity: Fp4Granularity, device: torch.device) -> Outcome
             off = (of_found[1].cpu() - x.float()).abs()
             assert bool((off <= 0.3 * values + 0.05 * largest).all()), f"{source} is rounded too far"
     return Outcome(bits=bits)
+
+
+COUNTER, KEY = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), (0xA4093822, 0x299F31D0)
+WORDS = [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+"""What Philox4x32-10 makes of a counter and a key: a known answer of its authors."""
+NEGATIVE = {3, 5, 6, 7, 8, 9, 10, 12, 14, 15}
+"""Which of 16 neighbours Transformer Engine's Hadamard transform gives the sign -1."""
+
+
+@check("fp8: known answers")
+def _known(device: torch.device) -> None:
+    """Philox, and the Hadamard transform of unit vectors, by numbers of others."""
+    words = philox([torch.tensor([word], device=device) for word in COUNTER], KEY)
+    assert list(map(int, words)) == WORDS, f"Philox makes {[hex(int(word)) for word in words]}"
+    # In column k of the identity, only number k is not 0: all its sums are 1 or -1, times a quarter.
+    units = torch.eye(32, device=device)
+    operand = quantize_fp4(units, by_row=False, hadamard=True).by_column
+    assert operand is not None
+    found = dequantize(operand).cpu()
+    for k in range(32):
+        signs = [(-1) ** ((i & k % 16).bit_count() + (k % 16 in NEGATIVE)) for i in range(16)]
+        group = found[k].view(2, 16)[k // 16]
+        torch.testing.assert_close(group, 0.25 * torch.tensor(signs), rtol=1e-3, atol=0)
 
 
 def _bits_of(quantized: Quantized) -> list[Tensor]:

@@ -94,20 +94,25 @@ def _overflow(dtype: torch.dtype, device: torch.device) -> None:
             assert found == 1, f"{name} has not found {bad} at element {place} of {size}"
             named = [0.0, 9.0 if backend.uses_triton(device) else 0.0]
             assert steps == named, f"{name} names the wrong one of two tensors: {steps}"
-    for name, (found, *_) in _flags([torch.ones(size, dtype=dtype, device=device)] * 2).items():
-        assert found == 0, f"{name} has found an overflow where there is none"
+    ones, largest = torch.ones(size, dtype=dtype, device=device), torch.finfo(dtype).max
+    for sources, factor in (([ones] * 2, INV_SCALE), ([ones * largest] * 2, 1.0)):
+        for name, (found, *_) in _flags(sources, factor).items():
+            assert found == 0, f"{name} has found an overflow where there is none"
+    # A scale below 1 has a factor above 1, which may take a finite number beyond FP32's largest.
+    for name, (found, *_) in _flags([ones, ones * largest], 2.0**113).items():
+        assert found == 1, f"{name} has not found that {largest} * 2^113 overflows"
 
 
-def _flags(sources: list[Tensor]) -> dict[str, list[float]]:
+def _flags(sources: list[Tensor], factor: float = INV_SCALE) -> dict[str, list[float]]:
     """Return what each operation says about overflows in two tensors: at all, and in which step."""
     device = sources[0].device
-    inv_scale, step = torch.full((1,), INV_SCALE, device=device), torch.full((1,), 9.0, device=device)
+    inv_scale, step = torch.full((1,), factor, device=device), torch.full((1,), 9.0, device=device)
     targets = [torch.zeros_like(source, dtype=torch.float32) for source in sources]
     found = torch.zeros(4, 3, device=device)
     noted = [BadSteps(each[1:], step) for each in found]
     unscale.check(sources, inv_scale, found[0, :1], bad_steps=noted[0])
     l2norm.l2norm(sources, inv_scale, found_inf=found[1, :1], bad_steps=noted[1])
-    axpby.axpby(1.0, sources, 0.5, targets, targets, found[2, :1], bad_steps=noted[2])
+    axpby.axpby(inv_scale, sources, 0.5, targets, targets, found[2, :1], bad_steps=noted[2])
     unscale.unscale(sources, targets, inv_scale, found[3, :1], bad_steps=noted[3])
     return dict(zip(("check", "l2norm", "axpby", "unscale"), found.tolist(), strict=True))
 
@@ -131,6 +136,8 @@ def _l2norm(dtype: torch.dtype, device: torch.device) -> Outcome:
     torch.testing.assert_close(norms.total.cpu().double(), total, rtol=1e-5, atol=0)
     clip = (1.0 / (total + l2norm.CLIP_EPS)).clamp(max=1)
     torch.testing.assert_close(norms.clip.cpu().double(), clip, rtol=1e-5, atol=0)
+    clip = l2norm.l2norm(tensors, inv_scale, max_norm=2 * float(total)).clip
+    assert clip.item() == 1, f"a norm below the largest is clipped by {clip.item()}"
     return Outcome(bits=[norms.each, norms.total, norms.clip])
 
 
@@ -172,11 +179,15 @@ def _split(dtype: torch.dtype, device: torch.device) -> Outcome:
     halves = [split.encode(master, dtype, torch.int16) for master in on_cpu(masters)]
     assert_same_bits(weights, [weight for weight, _ in halves], "high halves")
     assert_same_bits(lows, [low for _, low in halves], "low halves")
-    # A zero that was written into a weight is one, whatever its low half was.
     weights.append(torch.tensor([0.0, -0.0, 1.0, -1.0], dtype=dtype, device=device))
     lows.append(torch.tensor([-5, 5, -5, 5], dtype=torch.int16, device=device))
     joined = [torch.full_like(weight, torch.nan, dtype=torch.float32) for weight in weights]
     split.join(weights, lows, joined)
+    for width in (torch.int16, torch.int8):
+        zeros = weights[-1][:2].clone()  # written by a script, which leaves the old low halves
+        low = torch.full_like(zeros, -5, dtype=width)
+        split.join([zeros], [low], [found := torch.full_like(zeros, torch.nan, dtype=torch.float32)])
+        assert not found.any(), f"zeros with old low halves in {width} became {found.tolist()}"
     pairs = zip(on_cpu(weights), on_cpu(lows), strict=True)
     assert_same_bits(joined, [split.decode(*pair) for pair in pairs], "joined")
     pairs = zip(on_cpu(joined), on_cpu(masters), strict=False)
@@ -227,6 +238,33 @@ def _scale(device: torch.device) -> Outcome:
     scales = [float(each[0]) for each in seen]
     assert (min(scales), max(scales)) == (0.5, 9.0), f"scales from {min(scales)} to {max(scales)}"
     return Outcome(bits=seen)
+
+
+OVERFLOWS = 1, 0, 1, 1, 0, 0, 0, 1, 1
+SCALES = {False: (4, 4, 2, 1, 1, 1, 2, 2, 1), True: (4, 4, 4, 2, 2, 2, 4, 4, 2)}
+"""The scale after each step from 4 on, with a hysteresis of 2 and a growth interval of 3; and the same
+where each good step restores the hysteresis."""
+
+
+@check("kernels: hysteresis of the loss scale")
+def _hysteresis(device: torch.device) -> None:
+    for reset, expected in SCALES.items():
+        state, found = torch.zeros(7, device=device), []
+        state[0], state[3] = 4.0, 2.0
+        for overflow in OVERFLOWS:
+            state[4] = overflow
+            update_scale.update_scale(
+                state,
+                growth_factor=2.0,
+                backoff_factor=0.5,
+                growth_interval=3,
+                hysteresis=2,
+                reset_each_step=reset,
+                floor=0.5,
+                ceiling=9.0,
+            )
+            found.append(int(state[0]))
+        assert tuple(found) == expected, f"scales {found}, and {expected} are right"
 
 
 @check("kernels: 10,000 tensors", 60)
