@@ -6,7 +6,7 @@ OLDEST_TRITON := $(VENV)/triton-3.6.0
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 PYTEST_GPU := PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider -p no:benchmark -rs  # pytest-benchmark warns beside -n
 
-.PHONY: help install demo docs test test-slow test-all test-gpu test-gpu-kernels test-gpu-training test-gpu-ops sanitize bench bench-gpu bench-gpu-kernels bench-gpu-fp8 bench-gpu-step predict lint types mypy pyright format wheel clean
+.PHONY: help install demo docs test test-slow test-all test-gpu test-gpu-kernels test-gpu-training test-gpu-ops sanitize first-gpu bench bench-gpu bench-gpu-kernels bench-gpu-fp8 bench-gpu-step predict lint types mypy pyright format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -45,6 +45,9 @@ test-gpu-training:  ## Those of training
 
 test-gpu-ops:  ## Those of op casting, in eight processes
 	$(PYTEST_GPU) -n 8 tests/test_ops.py
+
+first-gpu:  ## Run in 12 minutes what a GPU is to show first, with the python3 at hand; OUT is the folder
+	PYTHONPATH=. $(PYTHON) docs/benchmarks/first_gpu.py $(if $(OUT),--out $(OUT))
 
 sanitize:  ## Look for stray accesses of the kernels on a GPU, with the python3 at hand
 	tests/sanitize.sh $(PYTHON)

@@ -368,14 +368,18 @@ def cpu_rows(device: torch.device, operations: Operations) -> Iterator[list[str]
             ]
 
 
-def table(rows: Iterable[list[str]]) -> str:
-    """Return rows as a Markdown table, and print them as they come."""
-    lines = []
+def table(rows: Iterable[list[str]], file: Path | None = None) -> str:
+    """Return rows as a Markdown table; print them as they come, and append them to a file at once."""
+    lines: list[str] = []
     for row in rows:
-        lines.append("| " + " | ".join(row) + " |")
-        print(lines[-1], flush=True)
-        if len(lines) == 1:
-            lines.append("|" + " --- |" * len(row))
+        new = ["| " + " | ".join(row) + " |"]
+        if not lines:
+            new.append("|" + " --- |" * len(row))
+        lines += new
+        print("\n".join(new), flush=True)
+        if file is not None:
+            with file.open("a") as opened:
+                opened.write("\n".join(new) + "\n")
     return "\n".join(lines)
 
 
@@ -417,9 +421,10 @@ def main(title: str, stem: str, operations: Operations, description: str | None)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     rows = (gpu_rows if device.type == "cuda" else cpu_rows)(device, operations)
     header = f"# {title} on {'a GPU' if device.type == 'cuda' else 'the CPU'}\n\n{setting(device)}\n\n"
-    text = header + table(rows) + "\n"
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{stem}-{options.device}.md").write_text(text)
+    file = options.out / f"{stem}-{options.device}.md"
+    file.write_text(header)  # what is cut has the rows that were measured
+    table(rows, file)
 
 
 if __name__ == "__main__":
