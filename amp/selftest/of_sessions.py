@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from amp.selftest.check_registry import CHECKS, Check, Outcome, SkipError, assert_same_bits, check
 
-STEPS, BLOCKS, OVERFLOW = 5, 2, (2, 1)
+STEPS, OVERFLOW = 5, (2, 0)
 """The step and the block of it that overflows."""
+SCALE, GROWTH_INTERVAL = 2.0**10, 3
+"""The loss scale grows between two blocks of a step."""
 LARGEST_NORM = 0.02
 """What gradients are clipped to: more than those of some steps have, and less than others."""
 
@@ -68,16 +70,17 @@ def _optimizer(name: str, params: Any, fused: bool) -> Any:
     return torch.optim.AdamW(params, lr=1e-2)
 
 
-def _in_session(name: str, device: torch.device, **options: Any) -> Trained:
+def _in_session(name: str, blocks: int, device: torch.device, **options: Any) -> Trained:
     import amp
 
     model: Any = _model(device)
     optimizer = _optimizer(name, model.parameters(), fused=True)
+    options["loss_scale"] = {"init": SCALE, "growth_interval": GROWTH_INTERVAL}
     with warnings.catch_warnings(), amp.Session("O2", verbosity=0, **options) as session:
         warnings.simplefilter("ignore")
         model, optimizer = session.initialize(model, optimizer)
         for i in range(STEPS):
-            for block in range(BLOCKS):
+            for block in range(blocks):
                 with session.scale_loss(_loss(model, i, block, device), optimizer) as scaled:
                     scaled.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -92,20 +95,24 @@ def _grad(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def _by_hand(name: str, device: torch.device) -> Trained:
-    model, scale = _Cast(_model(device)), 2.0**16
+def _by_hand(name: str, blocks: int, device: torch.device) -> Trained:
+    model, scale, good = _Cast(_model(device)), SCALE, 0
     weight: Any = model.inner.weight
     master = nn.Parameter(_model(device).weight.detach().clone())
     optimizer = _optimizer(name, [master], fused=False)
     for i in range(STEPS):
-        total, scale_before = torch.zeros_like(master), scale
-        for block in range(BLOCKS):
+        total, is_good = torch.zeros_like(master), True
+        for block in range(blocks):
             weight.grad = None
             (_loss(model, i, block, device) * scale).backward()  # type: ignore[no-untyped-call]
             grad = _grad(weight).float() * (1 / scale)
             total += grad
-            scale = scale if bool(grad.isfinite().all()) else scale / 2
-        if scale == scale_before:
+            good += 1
+            if not bool(grad.isfinite().all()):
+                scale, good, is_good = scale / 2, 0, False
+            elif good == GROWTH_INTERVAL:
+                scale, good = scale * 2, 0
+        if is_good:
             master.grad = total
             if name == "clipped SGD":
                 nn.utils.clip_grad_norm_(master, LARGEST_NORM)
@@ -114,9 +121,9 @@ def _by_hand(name: str, device: torch.device) -> Trained:
     return Trained(weight.detach(), master.detach(), scale)
 
 
-def _trains(name: str, options: dict[str, Any], device: torch.device) -> Outcome:
+def _trains(name: str, blocks: int, options: dict[str, Any], device: torch.device) -> Outcome:
     _needs_levels()
-    found, expected = _in_session(name, device, **options), _by_hand(name, device)
+    found, expected = _in_session(name, blocks, device, **options), _by_hand(name, blocks, device)
     assert found.scale == expected.scale, f"the loss scale is {found.scale}, not {expected.scale}"
     assert_same_bits([found.weight], [found.master.half().cpu()], "weights, not rounded masters")
     if name == "AdamW":
@@ -125,15 +132,15 @@ def _trains(name: str, options: dict[str, Any], device: torch.device) -> Outcome
     return Outcome(f"scale {found.scale:.0f}")
 
 
-for _name, _options in {
-    "AdamW": {},
-    "AdamW, split16": {"master_weights": "split16"},
-    "clipped SGD": {},
-}.items():
+for _name, _blocks, _options in (
+    ("AdamW", 2, {}),
+    ("AdamW, split16", 2, {"master_weights": "split16"}),
+    ("clipped SGD", 1, {}),
+    ("clipped SGD, two blocks", 2, {}),
+):
     _full_name = f"sessions: O2, {_name}"
-    CHECKS[_full_name] = Check(
-        _full_name, functools.partial(_trains, _name.partition(",")[0], _options), 60, False
-    )
+    _run = functools.partial(_trains, _name.partition(",")[0], _blocks, _options)
+    CHECKS[_full_name] = Check(_full_name, _run, 60, False)
 
 
 @check("sessions: NovoGrad's norms")
