@@ -97,6 +97,17 @@ def test_disable_casts_nests_and_survives_exceptions(half: torch.dtype) -> None:
     assert (X @ X).dtype is half
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_disable_casts_decorates_with_and_without_parentheses(
+    half: torch.dtype, compiled: bool
+) -> None:
+    for decorate in (amp.disable_casts, amp.disable_casts()):
+        square = decorate(lambda x: x @ x)
+        called = torch.compile(square, backend="eager", fullgraph=True) if compiled else square
+        assert called(X).dtype is torch.float32
+        assert (X @ X).dtype is half
+
+
 def test_disable_casts_is_for_this_thread(half: torch.dtype) -> None:
     seen = []
     with amp.disable_casts():

@@ -21,8 +21,8 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ParamSpec, TypeVar
+from contextlib import AbstractContextManager, _GeneratorContextManager, contextmanager
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch import Tensor, nn, overrides
@@ -114,14 +114,29 @@ def are_off() -> bool:
     return torch.is_autocast_enabled(OFF) and not any(map(torch.is_autocast_enabled, DEVICE_TYPES))
 
 
-@contextmanager
-def disable_casts() -> Iterator[None]:
-    """Context manager in which no function casts its arguments, in this thread.
+@overload
+def disable_casts(function: None = None) -> _GeneratorContextManager[None]: ...
 
-    Blocks may nest, an exception ends them like a normal exit, and compiled code may contain a block or
-    be called in one. A backward in the block does not cast either, in autograd's threads. Where no
-    session casts functions, the block has no effect.
+
+@overload
+def disable_casts(function: Callable[P, T]) -> Callable[P, T]: ...
+
+
+def disable_casts(function: Any = None) -> Any:
+    """Context manager, or decorator of a function, in which no function casts its arguments.
+
+    It is so in this thread. Blocks may nest, an exception ends them like a normal exit, and compiled
+    code may contain a block or be called in one. A backward in the block does not cast either, in
+    autograd's threads. Where no session casts functions, the block has no effect.
+
+    Args:
+        function: the function, for `@amp.disable_casts` without parentheses.
     """
+    return _disabled_casts() if function is None else _disabled_casts()(function)
+
+
+@contextmanager
+def _disabled_casts() -> Iterator[None]:
     if torch.compiler.is_compiling():  # Dynamo traces regions; it traces flags only since torch 2.13
         with torch.autocast("cpu", enabled=False), torch.autocast(DEVICE_TYPES[-1], enabled=False):
             yield
