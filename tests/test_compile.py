@@ -418,11 +418,17 @@ def test_script_says_what_to_do_instead(opt_level: str) -> None:
         torch.jit.script(model)
     with pytest.raises(amp.AmpError, match="cannot compile this Sequential"):
         torch.jit.script(obj=model)
+    part: Any = nn.Sequential(*model[0].children())
+    if opt_level in ("O2", "O5"):  # where layers have hooks that cast
+        for each in (part, part[0]):
+            with pytest.raises(amp.AmpError, match="cannot compile this Linear: amp casts as it runs"):
+                torch.jit.script(each)
     scripted = torch.jit.script(
         nn.Linear(8, 8), None, 0
     )  # not the session's: torch's own code does this
     assert scripted(batch()).dtype is torch.float32
     amp.get_session().close()
+    torch.jit.script(part)
     assert torch.jit.script(model)(batch())[0].dtype is torch.float32
 
 

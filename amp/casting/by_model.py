@@ -197,8 +197,11 @@ class CastModel(Strategy):
                 module.flatten_parameters()
         for handle in self._hooks(model, is_cast):
             undo.callback(handle.remove)
-        vars(model)["__prepare_scriptable__"] = NotScriptable(type(model).__name__)
-        undo.callback(vars(model).pop, "__prepare_scriptable__", None)
+        for module in model.modules():
+            hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+            if module is model or any(isinstance(hook, (CastInputs, CastOutput)) for hook in hooks):
+                vars(module)["__prepare_scriptable__"] = NotScriptable(type(module).__name__)
+                undo.callback(vars(module).pop, "__prepare_scriptable__", None)
 
     def before_cast(self, buffer: Tensor) -> Tensor | None:
         """Return the value of a buffer before its cast to 16 bits, unless it was written to since."""
