@@ -112,11 +112,10 @@ def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
         AmpTypeError: one is not a module.
     """
     models: list[Any] = list(model) if isinstance(model, (list, tuple)) else [model]
-    for each in models:
-        if not isinstance(each, nn.Module):
-            raise AmpTypeError(
-                f"{caller} needs a torch.nn.Module or a list of them, and got {type(each).__name__}"
-            )
+    wrong = [type(each).__name__ for each in models if not isinstance(each, nn.Module)]
+    if wrong or not models:
+        got = wrong[0] if wrong else "an empty list"
+        raise AmpTypeError(f"{caller} needs a torch.nn.Module or a list of them, and got {got}")
     return prefixed(list(map(unwrapped, models)))
 
 

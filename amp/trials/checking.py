@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from amp import active
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models
 from amp.diagnosis.findings import Finding, one_a_rule, said_of
-from amp.diagnosis.places import unwrapped
+from amp.diagnosis.places import session_of, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.distributed import is_sharded
 from amp.dtypes import dtype_name
@@ -148,7 +147,7 @@ def a_forward(
         )
     subject = unwrapped(model)
     args, kwargs = _arguments_of(subject, batch)
-    session = active.session_of(subject)
+    session = session_of(subject)
     if session is not None and (opt_level is not None or overrides):
         raise AmpValueError(
             "the model has been through amp.initialize, at "

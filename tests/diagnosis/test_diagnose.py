@@ -440,6 +440,8 @@ def test_names_of_causes_are_stable() -> None:
 def test_what_is_no_module_is_refused() -> None:
     with pytest.raises(TypeError, match=r"needs a torch.nn.Module or a list of them, and got list"):
         amp.diagnose([[nn.Linear(1, 1)]]).__enter__()  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="amp.diagnose needs a .* list of them, and got an empty list"):
+        amp.diagnose([]).__enter__()
 
 
 def test_weights_that_stand_still_without_masters_are_named() -> None:

@@ -255,6 +255,11 @@ def test_wrapped_and_compiled_models() -> None:
     torch.manual_seed(0)
     compiled: Any = torch.compile(net, backend="eager")
     assert causes(amp.check(compiled, batch(), "O2"))[0] == "range"
+    amp.initialize(compiled, opt_level="O2", verbosity=0)
+    for model in (compiled, net):
+        assert amp.check(model, batch()).level == "O2"
+    with pytest.raises(AmpValueError, match="the model has been through amp.initialize, at O2"):
+        amp.check(net, batch(), "O2")
 
 
 def test_an_error_of_the_model_is_the_models(capsys: Any) -> None:
