@@ -175,6 +175,10 @@ class StateChecks:
             self.fail(path, key, brief(value), expected)
         if value.is_nested or value.layout is not torch.strided or value.shape != like.shape:
             self.fail(path, key, brief(value), expected)
+        has, needs = (tuple(_on_this_rank(each).shape) for each in (value, like))
+        if has != needs:
+            expected += f", whose part on this rank has {needs}: amp.set_state_dict loads whole ones"
+            self.fail(path, key, f"{brief(value)}, whose part on this rank has {has}", expected)
         if value.is_meta and not like.is_meta:
             self.fail(path, key, "a tensor on the device meta, which has no values", expected)
         value = self._readable(key, path, value, expected)
@@ -302,10 +306,11 @@ def _on_this_rank(tensor: Tensor) -> Tensor:
 
 
 def _copied(value: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of the values, with the strides of `like`."""
+    """Return a copy of the values, with the strides of `like`, or their own if that has none."""
     if type(value) is not Tensor or hasattr(like, "_local_tensor"):
         return value.to(like.device, dtype, copy=True)
-    return torch.empty_like(like, dtype=dtype, requires_grad=False).copy_(value)
+    strided = value if 0 in like.stride() else like  # a lean master is one number, expanded
+    return torch.empty_like(strided, dtype=dtype, device=like.device, requires_grad=False).copy_(value)
 
 
 def _extremes(tensor: Tensor) -> Tensor:

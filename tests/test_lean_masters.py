@@ -439,3 +439,17 @@ def test_a_profiles_state_dtype_ends_with_the_session() -> None:
     amp.get_session(optimizer).close()
     assert optimizer.state_dtype is None
     model.float()
+
+
+@pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
+@pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, "packed16"])
+def test_loaded_moments_lie_as_the_weights_do(kind: str, state_dtype: Any) -> None:
+    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    optimizer = FusedAdam(model.parameters(), lr=0.01)
+    initialize(model, optimizer, "O5", master_weights=kind, state_dtype=state_dtype)
+    with amp.scale_loss(model(torch.ones(1, 4, 4, 4)).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    moments = [x for x in optimizer.state[optimizer.param_groups[0]["params"][0]].values() if x.dim()]
+    assert {x.stride() for x in moments} == {model.weight.stride()}

@@ -68,7 +68,7 @@ def _is_usable(value: Any, parameter: Tensor, is_moment: bool) -> bool:
     own = local(value)
     is_dense = own.layout is torch.strided and not (own.is_nested or own.is_quantized)
     has_values = not own.is_meta or local(parameter).is_meta
-    has_size = value.shape == parameter.shape if is_moment else value.numel() == 1
+    has_size = own.shape == local(parameter).shape if is_moment else value.numel() == 1
     return is_dense and has_values and has_size and not own.is_complex()
 
 

@@ -115,8 +115,9 @@ def pack_moments(entry: dict[str, Any], parameter: Tensor, like: Tensor | None =
     """
     if _BOTH[0] in entry:
         both = [local(entry[name]) for name in _BOTH]
-        shape = both[0] if like is None else local(like)
-        words = torch.empty_like(shape, dtype=torch.int16, requires_grad=False)
+        like = both[0] if like is None else local(like)
+        shape = both[0] if 0 in like.stride() else like  # a lean master is one number, expanded
+        words = torch.empty_like(shape, dtype=torch.int16, device=like.device, requires_grad=False)
         for part, *values in slices(words, *both):  # which may come from another device
             kernels.moments.pack(*[[x.to(part.device)] for x in values], [part])
         _replace(entry, _BOTH, {PACKED: shard_like(words, parameter)})

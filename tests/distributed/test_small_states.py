@@ -144,6 +144,29 @@ def check_cut_inside(rank: int) -> None:
     FusedAdam([whole_weight], state_dtype="packed16").step()
 
 
+def check_whole_moments(rank: int, kind: str | None) -> None:
+    """A moment that is whole on each rank is refused, and not taken for this rank's part."""
+    model = shard(Uneven())
+    optimizer: Any = (FusedAdam if kind else torch.optim.AdamW)(model.parameters(), lr=0.02)
+    model, optimizer = initialize(model, optimizer, "O5", **KINDS.get(kind or "", {}))
+    take_steps(model, optimizer, range(1))
+    before, state = kept(optimizer) if kind else [], optimizer.state_dict()
+    state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"].full_tensor()
+    with pytest.raises(amp.AmpError, match=r"'exp_avg'.* part on this rank has \(\d+, 9\): amp.set"):
+        optimizer.load_state_dict(state)
+    assert_same(kept(optimizer) if kind else [], before)
+    if kind == "bfloat16":
+        parameter = optimizer.param_groups[0]["params"][0]
+        optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].full_tensor()
+        with pytest.raises(amp.AmpError, match="no usable 'exp_avg'"):
+            take_steps(model, optimizer, range(1))
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_a_whole_moment_of_a_part_is_refused(kind: str | None) -> None:
+    world(2).run(check_whole_moments, kind)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("wrap", "ranks"), [("ddp", 2), ("fsdp2", 2), ("fsdp2", 4), ("hsdp", 4), ("tp", 2), ("fsdp2+tp", 4)]
