@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +22,7 @@ class ParameterCheck:
     """
 
     def __init__(
-        self, optimizer: Any, named_parameters: Callable[[], Mapping[tuple[int, str], Tensor]]
+        self, optimizer: Any, named_parameters: Callable[[], dict[tuple[int, str], Tensor]]
     ) -> None:
         self._optimizer = optimizer
         self._named_parameters = named_parameters
@@ -37,9 +37,7 @@ class ParameterCheck:
 
     def keys_of(self, parameters: Iterable[Tensor]) -> list[tuple[int, str] | None]:
         """Return the number of each parameter's model and its name there, None for unknown ones."""
-        key_of: dict[int, tuple[int, str]] = {}
-        for key, parameter in self._named_parameters().items():
-            key_of.setdefault(id(parameter), key)
+        key_of = {id(parameter): key for key, parameter in reversed(self._named_parameters().items())}
         return [key_of.get(id(parameter)) for parameter in parameters]
 
     def bare_names_of(self, parameters: Iterable[Tensor]) -> list[str | None]:
@@ -48,9 +46,10 @@ class ParameterCheck:
         return [None if key is None else f"{key[0]}.{bare[key]}" for key in self.keys_of(parameters)]
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
-        """Return the name of each parameter in its model, or else its shape."""
-        both = zip(parameters, self.keys_of(parameters), strict=True)
-        return [called_by_shape(parameter) if key is None else key[1] for parameter, key in both]
+        """Return each parameter's name, with the number of its model if there are several, or shape."""
+        several = len({model for model, _ in self._named_parameters()}) > 1
+        names = [key and f"model {key[0]}: " * several + key[1] for key in self.keys_of(parameters)]
+        return [name or called_by_shape(x) for name, x in zip(names, parameters, strict=True)]
 
     def called(self, parameter: Tensor) -> str:
         """Return how to call a parameter in a message: by its name in quotes, or by its shape."""
