@@ -188,7 +188,7 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
                 `update_master_grads` after the last backward.
             retain_graph: as for `torch.Tensor.backward`.
         """
-        delayed = not update_master_grads
+        delayed = not truth_of("update_master_grads", update_master_grads)
         with self._session.scale_loss(loss, self.optimizer, delay_unscale=delayed) as scaled_loss:
             scaled_loss.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         self._attached.gradients.hide()  # as in apex, where 16-bit parameters have scaled ones alone
@@ -211,12 +211,16 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
     def overflow(self) -> bool:
         """Whether the newest gradients overflowed: those since the last step, or else the last step's.
 
-        The host waits for the device.
+        The host waits for the device, and for no other rank: one rank alone may ask.
         """
+        verdicts = self._attached.gradients.verdicts
+        newest = verdicts.found[verdicts.stepped :] or self._attached.step.verdicts
+        return any(verdict.ask() for verdict in newest)
+
+    def _is_skipped(self) -> bool:
+        """Whether the next step is skipped. After an overflow ranks look again together, as it does."""
         gradients = self._attached.gradients
-        newest = gradients.verdicts.found[gradients.verdicts.stepped :]
-        verdicts = gradients.verdicts_for_step() if newest else self._attached.step.verdicts
-        return any(verdict.overflowed for verdict in verdicts)
+        return self.overflow and any(verdict.overflowed for verdict in gradients.verdicts_for_step())
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the masters and write them to the model, or skip the step after an overflow.
@@ -229,14 +233,14 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2) -> float | Tensor:
         """Clip the unscaled gradients, and return their norm; after an overflow -1. The host waits."""
-        if self.overflow:
+        if self._is_skipped():
             return -1
         params = [parameter for group in self.param_groups for parameter in group["params"]]
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     def inspect_master_grad_data(self) -> list[list[Tensor | None]] | None:
         """Return the step's gradients, group by group, or None after an overflow. The host waits."""
-        if self.overflow:
+        if self._is_skipped():
             return None
         return [
             [None if p.grad is None else p.grad.detach() for p in group["params"]]

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import amp
+from amp.fp16_utils import FP16_Optimizer
 from amp.kernels import backend, update_scale
 from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.distributed.models import (
@@ -542,6 +543,29 @@ def test_grad_scaler_agrees_for_the_first_fsdp() -> None:
 
 def test_a_rank_may_ask_alone_whether_a_step_was_skipped() -> None:
     world(2).run(check_asking_on_one_rank)
+
+
+def check_overflow_on_one_rank(rank: int) -> None:
+    model: Any = DistributedDataParallel(nn.Linear(WIDTH, 2).half())
+    args = {"init_scale": 4.0}
+    optimizer = FP16_Optimizer(sgd(model), dynamic_loss_scale=True, dynamic_loss_args=args)
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        optimizer.backward(model(torch.ones(1, WIDTH).half()).float().sum() * factor)
+        overflows = factor > 1
+        if rank == 0:
+            assert optimizer.overflow == optimizer.state_dict()["overflow"] == overflows
+        assert (optimizer.clip_master_grads(1.0) == -1) == overflows
+        optimizer.step()
+    with torch.no_grad():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+    assert rank or optimizer.overflow
+
+
+def test_a_rank_may_ask_alone_whether_gradients_overflowed() -> None:
+    world(2).run(check_overflow_on_one_rank)
 
 
 def test_an_overflow_where_ranks_have_different_numbers_of_optimizers() -> None:
