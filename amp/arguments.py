@@ -430,6 +430,8 @@ def _remedy(value: Any, name: str = "") -> str:
         return f". Pass the level by its name: amp.initialize(model, optimizer, {level})"
     if is_optimizer(getattr(value, "optimizer", None)):
         return ". Pass the optimizer itself, scheduler.optimizer; schedulers need no change"
+    if not name and isinstance(value, nn.Module):
+        return f", a module. {_NOT_UNPACKED}. Without an optimizer it returns the model alone"
     if not name:
         return ". Pass what amp.initialize returned as optimizer"
     if isinstance(value, (Iterator, Tensor, dict)):

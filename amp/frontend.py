@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import NoneType
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, NoReturn, Unpack, overload
 
 from torch import Tensor
 
@@ -192,6 +192,7 @@ def scale_loss(
     model: Any = None,
     delay_unscale: bool = False,
     delay_overflow_check: bool = False,
+    **others: NoReturn,
 ) -> AbstractContextManager[Tensor]:
     """Scale a loss for its backward, and unscale the gradients when the block ends.
 
@@ -218,6 +219,7 @@ def scale_loss(
             this argument. It saves work. A block under DDP's `no_sync` always does this.
         delay_overflow_check: unscale the gradients, but let the next block without this argument
             update the scale.
+        **others: none; other names raise AmpTypeError.
 
     Yields:
         The scaled loss: a floating-point tensor of the loss's shape and dtype, float32 for a 16-bit
@@ -237,7 +239,9 @@ def scale_loss(
     else:
         session, _Default.waiting_state = attached.owner, None
         _Default.loaded_into = None
-    return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
+    return session.scale_loss(
+        loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check, **others
+    )
 
 
 def _default(caller: str) -> Session:

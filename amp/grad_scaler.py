@@ -261,7 +261,7 @@ class GradScaler(torch.amp.GradScaler):
             skipped.send(torch.stack([x.reshape(()).to(self._scaler.device) for x in found]))
             self._skipped[optimizer] = skipped
         if isinstance(skipped, HostCopies):
-            arrived = [values for _, values in skipped.arrived(wait)]
+            arrived = [values for _, values in skipped.arrived(truth_of("wait", wait))]
             if not arrived:
                 return None
             skipped = self._skipped[optimizer] = any(value > 0 for value in arrived[0])

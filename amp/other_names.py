@@ -4,12 +4,18 @@ Each table maps what to write to the names, all of one library or several, that 
 """
 
 import difflib
+import functools
+import inspect
 import opcode
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
+from typing import ParamSpec, TypeVar
 
-from amp.errors import did_you_mean
+from amp.errors import AmpTypeError, did_you_mean
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _BLOCK = "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.backward()`"
 _OF_ATTRIBUTES = {
@@ -135,17 +141,40 @@ _OF_KEYWORDS = {
 }
 """Keywords of functions that prepare models and optimizers, or make regions."""
 
+_OF_ARGUMENTS = {
+    "optimizers": "optimizer optim opt",
+    "loss_id": "id num loss_index loss_number",
+    "delay_unscale": "accumulate accumulating",
+    "adam_w_mode": "adamw adamw_mode use_adamw decoupled decoupled_weight_decay",
+    "lr": "learning_rate base_lr alpha",
+    "betas": "beta1 beta2 b1 b2 beta_1 beta_2",
+    "eps": "epsilon",
+    "weight_decay": "wd decay l2 weight_decay_rate",
+    "max_grad_norm": "max_norm clip_grad clip_norm clip_grad_norm gradient_clip_val",
+    "set_grad_none": "set_to_none set_grads_to_none",
+    "state_dtype": "moment_dtype exp_avg_dtype optim_bits",
+}
+"""Keywords of functions that scale a loss, and of optimizers, by the argument that they mean here."""
+
 
 def _by_name(table: Mapping[str, str]) -> dict[str, str]:
     return {name: meant for meant, names in table.items() for name in names.split()}
 
 
-def hint_at_attribute(name: str, known: Iterable[str]) -> str:
-    """Return, for an error, what to write instead of an attribute that `amp` does not have."""
+def hint_at_attribute(
+    name: str, known: Iterable[str], places: tuple[str, ...] = ("torch", "torch.amp")
+) -> str:
+    """Return, for an error, what to write instead of an attribute that does not exist.
+
+    Args:
+        name: the attribute.
+        known: those that the object has.
+        places: modules that may have it.
+    """
     others = _by_name(_OF_ATTRIBUTES)
     near = "".join(difflib.get_close_matches(name, [*known, *others], n=1, cutoff=0.75))
     torch = sys.modules.get("torch")
-    for place in ("torch", "torch.amp") if torch is not None and near != name else ():
+    for place in places if torch is not None and near != name else ():
         if name in vars(sys.modules.get(place, torch)):
             return f"; it is {place}.{name}"
     return f"; {others[near]}" if near in others else near and f"; did you mean '{near}'?"
@@ -182,3 +211,34 @@ def hint_at_keyword(name: str, known: Iterable[str], level: str) -> str:
         return f"; {meant.format(level=level)}"
     words = [{"bn": "batchnorm"}.get(word, word) for word in name.split("_")]
     return did_you_mean("_".join(words), known, cutoff=0.7)
+
+
+def unknown_keyword(called: str, name: str, takes: Iterable[str]) -> AmpTypeError:
+    """Return the error about a keyword that a function, or a class, does not take.
+
+    Args:
+        called: the function.
+        name: the keyword.
+        takes: the arguments that there are.
+    """
+    takes = list(takes)
+    meant = _by_name(_OF_ARGUMENTS).get(name)
+    hint = f"; did you mean '{meant}'?" if meant in takes else did_you_mean(name, takes, cutoff=0.7)
+    hint = hint or f"; leave it out. It takes {', '.join(takes)}"
+    return AmpTypeError(f"{called}() got an unexpected keyword argument '{name}'{hint}")
+
+
+def names_keywords(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function, or an `__init__`, whose errors shall say what an unknown keyword means."""
+    takes = inspect.signature(function).parameters
+    if hasattr(function, "__wrapped__") or any(x.kind is x.VAR_KEYWORD for x in takes.values()):
+        return function
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs.keys() - takes.keys():
+            called = function.__qualname__.removesuffix(".__init__")
+            raise unknown_keyword(called, name, [each for each in takes if each != "self"])
+        return function(*args, **kwargs)
+
+    return checked

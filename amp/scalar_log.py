@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp.arguments import attached_to
+from amp.errors import truth_of
 from amp.frontend import get_session
 from amp.training.attached_optimizer import AttachedOptimizer
 
@@ -45,6 +46,7 @@ def scalars(optimizer: Any = None, *, wait: bool = False, norms: bool = False) -
         AmpRuntimeError: `initialize` has not been called, or `norms` is True and `optimizer` did not
             come out of it.
     """
+    wait, norms = truth_of("wait", wait), truth_of("norms", norms)
     session = get_session(optimizer)
     if not session.properties.enabled:
         return {}

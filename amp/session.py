@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Unpack, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,11 @@ from amp.casting.regions import DEVICE_TYPES, ThreadState, forwards
 from amp.casting.strategies import strategies_for
 from amp.distributed import ProcessGroup
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpRuntimeError, AmpTypeError, truth_of
+from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, truth_of
 from amp.masters.master_weights import MasterWeights
 from amp.observer_makers import MAKERS
 from amp.observers import Observer, everywhere
+from amp.other_names import hint_at_attribute, unknown_keyword
 from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
 from amp.profiles.options import OptLevel, Overrides
@@ -41,6 +43,13 @@ from amp.training.wrapped_optimizers import ATTACHED, Optimizer
 from amp.undo import Undo
 
 logger = logging.getLogger("amp")
+
+_PLACES = {
+    **dict.fromkeys(("scaler", "loss_scaler", "grad_scaler"), "scalers[0]"),
+    **dict.fromkeys(("optimizer", "optimizers"), "attached[0].optimizer"),
+    "model": "live_models()[0]",
+}
+"""Where a session has what scripts look for under other names."""
 
 
 class Session:
@@ -227,6 +236,29 @@ class Session:
         parts = [f"{name}=[{', '.join(values)}]" for name, values in listed.items()]
         return f"Session({', '.join([repr(self._called), *parts])}{', closed' * self.closed})"
 
+    if not TYPE_CHECKING:  # type checkers would allow every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AmpAttributeError(f"a session has no attribute '{name}'{self._hint_at(name)}")
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            is_made = "_called" in vars(self)
+            if is_made and name not in ("closed", "is_rehearsal", "last_report"):
+                hint = "" if name in dir(self) else self._hint_at(name)
+                if hasattr(self.properties, name) or name in ("num_losses", "verbosity"):
+                    hint = f"; pass {name}=... to amp.initialize"
+                if name in ("loss_scale", *_PLACES) and "scale" in name:
+                    hint += "; session.scalers[0].set_scale(...) changes the scale later"
+                raise AmpAttributeError(f"session.{name} cannot be set{hint}")
+            super().__setattr__(name, value)
+
+    def _hint_at(self, name: str) -> str:
+        if not name.startswith("_") and hasattr(vars(self).get("properties"), name):
+            return f"; session.properties.{name} is it"
+        if name in _PLACES:
+            return f"; session.{_PLACES[name]} is it"
+        return "" if name.startswith("_") else hint_at_attribute(name, dir(self), places=())
+
     def __reduce__(self) -> NoReturn:
         raise AmpTypeError(
             "a session can be neither pickled nor copied: it belongs to the models and optimizers of "
@@ -252,10 +284,14 @@ class Session:
         model: Any = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
+        **others: NoReturn,
     ) -> AbstractContextManager[Tensor]:
         """Scale a loss for its backward, and unscale the gradients after it; see `amp.scale_loss`."""
         if self.closed:
             self._check_open()
+        for name in others:
+            *takes, _ = inspect.signature(self.scale_loss).parameters
+            raise unknown_keyword("scale_loss", name, takes)
         if not (isinstance(loss, Tensor) and loss.is_floating_point()):
             arguments.check_loss(loss)
         if not self.properties.enabled:
@@ -272,6 +308,9 @@ class Session:
         in_fp8 = [each.owner.fp8 for each in given if each.owner.fp8 is not None]
         histories = list(dict.fromkeys(x.history for x in in_fp8 if x.history is not None))
         block = Block(scaler, [each.gradients for each in given], histories)
+        if delay_unscale is not False or delay_overflow_check is not False:
+            delay_unscale = truth_of("delay_unscale", delay_unscale)
+            delay_overflow_check = truth_of("delay_overflow_check", delay_overflow_check)
         update = not delay_overflow_check
         return block.around_backward(self, loss, given, delay=delay_unscale, update=update)
 
@@ -323,7 +362,7 @@ class Session:
         With `wait`, the host waits for those that have not reached it yet.
         """
         for scaler in self.scalers:
-            self.learn(scaler, wait)
+            self.learn(scaler, truth_of("wait", wait))
         return [row for scaler in self.scalers for row in scaler.recorder.history()]
 
     # Saving.

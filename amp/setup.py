@@ -140,7 +140,7 @@ class Setup:
         session, undo = self._session, self._undo
         for model in self._models:
             undo.callback(session.watch_forwards(model))
-        session.models += map(weakref.ref, self._models)
+        session.models.extend(map(weakref.ref, self._models))
         if session.properties.master_weights and self._models:
             session.observers.append(watch := MovingTensors(self._models))
             undo.if_it_fails.append(functools.partial(session.observers.remove, watch))
@@ -163,7 +163,7 @@ class Setup:
             take_back = functools.partial(setattr, scaler, "process_groups", scaler.process_groups)
             undo.if_it_fails.append(take_back)
             scaler.process_groups += groups
-        session.attached += self._attached
+        session.attached.extend(self._attached)
 
     def _advise(self) -> None:
         session = self._session

@@ -154,7 +154,7 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
         ),
         (
             lambda: scaling(None, lambda o: fresh()[0]),
-            "gradients from the loss; got Sequential. Pass what amp.initialize returned as optimizer",
+            "gradients from the loss; got Sequential, a module. amp.initialize returned (model, opt",
         ),
         (
             lambda: initializing(lambda m, o: m.state_dict()),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import inspect
 import pickle
 import re
 import warnings
@@ -15,6 +17,8 @@ import torch
 from torch import nn
 
 import amp
+from amp.compat.normalization import FusedLayerNorm
+from amp.compat.parallel import LARC
 from amp.other_names import _OF_ATTRIBUTES, _OF_KEYWORDS
 from amp.profiles.properties import OVERRIDE_KEYS
 
@@ -181,6 +185,95 @@ def test_an_argument_of_initialize_in_a_file(tmp_path: Any, name: str) -> None:
         amp.load_profile(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("parallel.distributed", "'amp.parallel'; amp.compat.parallel has apex's names"),
+        ("amp", "'amp.amp'; amp has apex's names"),
+        ("_amp_state", "'amp._amp_state'; amp.compat.state has apex's names"),
+        ("contrib.optimizers", "'amp.contrib'; call amp.compat.install(), and import apex.contrib"),
+        ("transformer", "'amp.transformer'; use Megatron-LM's own megatron.core instead"),
+        (
+            "optimizers.fused_adam",
+            "'amp.optimizers.fused_adam'; amp.optimizers has FusedAdagrad, Fused",
+        ),
+        ("optimisers", "'amp.optimisers'; did you mean 'optimizers'?"),
+        ("nothing", "'amp.nothing'"),
+    ],
+)
+def test_a_module_that_does_not_exist_says_where_its_names_are(name: str, meant: str) -> None:
+    with pytest.raises(ModuleNotFoundError, match=f"^No module named {re.escape(meant)}"):
+        importlib.import_module(f"amp.{name}")
+
+
+@pytest.mark.parametrize("name", [*amp.optimizers.__all__])
+def test_a_keyword_of_an_optimizer_is_named(name: str) -> None:
+    makes, parameters = getattr(amp.optimizers, name), [torch.ones(1, requires_grad=True)]
+    assert "params" in inspect.signature(makes).parameters
+    for wrong, meant in {
+        "wd": "weight_decay",
+        "clip_norm": "max_grad_norm",
+        "learning_rate": "lr",
+    }.items():
+        text = rf"^{name}\(\) got an unexpected keyword argument '{wrong}'; did you mean '{meant}'\?"
+        with pytest.raises(TypeError, match=text):
+            makes(parameters, **{wrong: 1.0})
+    with pytest.raises(TypeError, match="'foreach'; leave it out. It takes params, lr, "):
+        makes(parameters, lr=1.0, foreach=True)
+
+
+def test_the_mode_of_adam_is_named() -> None:
+    class Mine(amp.optimizers.FusedAdam):
+        def __init__(self, params: Any, **options: Any) -> None:
+            super().__init__(params, **options)
+
+    with pytest.raises(TypeError, match=r"FusedAdam\(\) got .*'adamw'; did you mean 'adam_w_mode'\?"):
+        Mine([torch.ones(1, requires_grad=True)], adamw=False)
+
+
+@pytest.mark.parametrize(
+    "scales", [amp.scale_loss, lambda *given, **more: amp.get_session().scale_loss(*given, **more)]
+)
+def test_a_keyword_of_scale_loss_is_named(scales: Any) -> None:
+    model, optimizer = initialized()
+    for name, meant in {
+        "optimizer": "optimizers",
+        "delay_unscaling": "delay_unscale",
+        "id": "loss_id",
+    }.items():
+        text = rf"scale_loss\(\) got an unexpected keyword argument '{name}'; did you mean '{meant}'\?"
+        with pytest.raises(TypeError, match=text):
+            scales(model(X).sum(), **{name: optimizer})
+    with pytest.raises(
+        TypeError, match="'scaler'; leave it out. It takes loss, optimizers, loss_id, model, "
+    ):
+        scales(model(X).sum(), optimizer, scaler=None)
+
+
+# Flags that are texts, as from a command line.
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, optimizer, flag: amp.scale_loss(model(X).sum(), optimizer, delay_unscale=flag),
+        lambda model, optimizer, flag: amp.scale_loss(
+            model(X).sum(), optimizer, delay_overflow_check=flag
+        ),
+        lambda model, optimizer, flag: amp.scalars(norms=flag),
+        lambda model, optimizer, flag: amp.get_session().history(flag),
+        lambda model, optimizer, flag: amp.compat.install(flag),
+        lambda model, optimizer, flag: amp.fp16_utils.prep_param_lists(model, flag),
+        lambda model, optimizer, flag: LARC(optimizer, clip=flag),
+        lambda model, optimizer, flag: FusedLayerNorm(4, elementwise_affine=flag),
+    ],
+)
+def test_a_text_is_no_flag(call: Any) -> None:
+    model, optimizer = initialized()
+    with pytest.raises(amp.AmpError, match="no"):
+        call(model, optimizer, "no")
+
+
 # What initialize returns, and what scale_loss takes.
 
 
@@ -197,6 +290,15 @@ def test_one_name_for_model_and_optimizer(level: str) -> None:
         amp.scale_loss(both[0](X).sum(), both)
     assert [type(each) for each in (copy.copy(both), pickle.loads(pickle.dumps(both)))] == [tuple] * 2
     assert type(amp.Session("O0").initialize(*fresh())) is type(both)
+
+
+def test_one_name_too_many_for_a_model_alone() -> None:
+    _, optimizer = ANY.initialize(
+        nn.Sequential(nn.Linear(4, 2), nn.ReLU()), opt_level="O2", verbosity=0
+    )
+    text = r"got ReLU, a module. amp.initialize returned \(model, optimizer\): .* the model alone"
+    with pytest.raises(TypeError, match=text):
+        amp.scale_loss(X.sum(), optimizer)
 
 
 class Output:
@@ -272,6 +374,44 @@ def test_a_session_is_not_pickled(level: str, how: Any) -> None:
         how(amp.get_session())
     copy.deepcopy(model)
     pickle.dumps(optimizer)
+
+
+@pytest.mark.parametrize(
+    "name", ["loss_scale", "los_scale", "opt_level", "verbosity", "models", "step"]
+)
+def test_an_attribute_of_a_session_is_not_set(name: str) -> None:
+    initialized()
+    meant = {
+        "loss_scale": r"pass loss_scale=\.\.\. to amp.initialize; session.scalers\[0\].set_sc",
+        "los_scale": "did you mean 'loss_scale'?",
+        "opt_level": "pass opt_level=",
+        "verbosity": "pass verbosity=",
+        "step": "call optimizer.step",
+    }
+    with pytest.raises(
+        AttributeError,
+        match=f"^session.{name} cannot be set{'; ' * (name in meant)}{meant.get(name, '$')}",
+    ):
+        setattr(amp.get_session(), name, 128)
+    amp.get_session().scalers[0].set_scale(128.0)
+    assert amp.loss_scale() == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("scaler", r"session.scalers\[0\] is it"),
+        ("optimizer", r"session.attached\[0\].optimizer is it"),
+        ("opt_level", "session.properties.opt_level is it"),
+        ("get_scale", r"amp.loss_scale\(\) returns the scale"),
+        ("load_state", "save model.state_dict"),
+    ],
+)
+def test_an_attribute_that_a_session_has_not(name: str, meant: str) -> None:
+    initialized()
+    with pytest.raises(AttributeError, match=f"^a session has no attribute '{name}'; {meant}"):
+        getattr(amp.get_session(), name)
+    assert not hasattr(amp.get_session(), "_nothing")
 
 
 @pytest.mark.parametrize("level", LEVELS)

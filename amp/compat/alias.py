@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, truth_of
 from amp.fp16_utils.loss_scaler import SAFE_GLOBALS
 
 _TABLE = (
@@ -149,9 +149,25 @@ def _public(module: ModuleType) -> list[str]:
 
 def _missing(name: str) -> str:
     """Return the error message for a missing part of apex, with its replacement."""
+    return f"'{name}' is a part of apex that reamp does not have{_replacement(name)}"
+
+
+def _replacement(name: str) -> str:
     uses = [use for part, use in REPLACEMENTS.items() if f"{name}.".startswith(f"{part}.")]
-    advice = f"; use {uses[0]} instead" if uses else ""
-    return f"'{name}' is a part of apex that reamp does not have{advice}"
+    return f"; use {uses[0]} instead" if uses else ""
+
+
+def hint_at_module(name: str) -> str:
+    """Return, for an error about `amp.name`, where the names of `apex.name` are, or an empty text."""
+    parent = f"amp.{name.rpartition('.')[0]}"
+    if names := getattr(sys.modules.get(parent), "__all__", ()):
+        return f"; {parent} has {', '.join(names)}"
+    for theirs in (f"apex.{name}", f"apex.amp.{name}"):
+        if theirs in MODULES:
+            if MODULES[theirs] is None:
+                return f"; call amp.compat.install(), and import {theirs}"
+            return f"; {'amp' if name == 'amp' else MODULES[theirs]} has apex's names"
+    return _replacement(f"apex.{name}")
 
 
 _FINDER = _Finder()
@@ -172,7 +188,9 @@ def install(replace: bool = False) -> None:
     """
     if _FINDER in sys.meta_path:
         return
-    if not replace and (sys.modules.get("apex") or importlib.util.find_spec("apex")):
+    if not truth_of("replace", replace) and (
+        sys.modules.get("apex") or importlib.util.find_spec("apex")
+    ):
         raise AmpRuntimeError(
             "a real apex is installed here, and amp.compat.install() does not stand in for it unasked: "
             "uninstall it, or call amp.compat.install(replace=True)"

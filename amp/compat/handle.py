@@ -13,7 +13,7 @@ from amp.casting.by_op import CastOps
 from amp.casting.regions import disable_casts
 from amp.compat import lists
 from amp.compat.state import _amp_state
-from amp.errors import AmpNotImplementedError, AmpRuntimeError, brief
+from amp.errors import AmpNotImplementedError, AmpRuntimeError, brief, truth_of
 from amp.profiles.options import Level
 from amp.session import Session
 
@@ -45,7 +45,8 @@ def init(
     Raises:
         AmpRuntimeError: `patch_type` is another dtype.
     """
-    if not enabled:
+    allow_banned = truth_of("allow_banned", allow_banned)
+    if not truth_of("enabled", enabled):
         return NoOpHandle()
     if not isinstance(patch_type, torch.dtype) or patch_type not in _LEVELS:
         raise AmpRuntimeError(

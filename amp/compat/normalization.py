@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from amp.errors import AmpRuntimeError
+from amp.errors import AmpRuntimeError, truth_of
 
 Shape = int | Sequence[int]
 
@@ -21,7 +21,8 @@ class _Arguments:
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(normalized_shape, eps=eps, elementwise_affine=elementwise_affine)  # type: ignore[call-arg]
+        affine = truth_of("elementwise_affine", elementwise_affine)
+        super().__init__(normalized_shape, eps=eps, elementwise_affine=affine)  # type: ignore[call-arg]
 
 
 class FusedLayerNorm(_Arguments, nn.LayerNorm):

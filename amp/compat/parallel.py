@@ -10,7 +10,7 @@ from torch.distributed import ReduceOp as ReduceOp
 from torch.nn import functional as F
 
 from amp.compat.apex_c import flatten, unflatten
-from amp.errors import AmpValueError
+from amp.errors import AmpValueError, truth_of
 from amp.kernels.interrupts import without_grad
 
 
@@ -53,7 +53,10 @@ class DistributedDataParallel(nn.parallel.DistributedDataParallel):
         gradient_average_split_factor: Any = None,
         prof: bool = False,
     ) -> None:
-        super().__init__(module, find_unused_parameters=delay_allreduce)
+        unused = truth_of("delay_allreduce", delay_allreduce)
+        gradient_average = truth_of("gradient_average", gradient_average)
+        allreduce_always_fp32 = truth_of("allreduce_always_fp32", allreduce_always_fp32)
+        super().__init__(module, find_unused_parameters=unused)
         if not gradient_average or allreduce_always_fp32 or gradient_predivide_factor != 1:
             before = 1 / gradient_predivide_factor
             world = distributed.get_world_size()
@@ -202,7 +205,7 @@ class LARC:
     ) -> None:
         self.optim = optimizer
         self.trust_coefficient = trust_coefficient
-        self.clip = clip
+        self.clip = truth_of("clip", clip)
         self.eps = eps
 
     def __getattr__(self, name: str) -> Any:

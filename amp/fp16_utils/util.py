@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from amp.errors import AmpTypeError, AmpValueError
+from amp.errors import AmpTypeError, AmpValueError, truth_of
 from amp.kernels.interrupts import without_grad
 from amp.lazy import kernels
 from amp.own_tensors import own_tensors
@@ -89,7 +89,7 @@ def prep_param_lists(
     params = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not params:
         raise AmpValueError(f"no parameter of this {type(model).__name__} requires a gradient")
-    if not flat_master:
+    if not truth_of("flat_master", flat_master):
         return params, [nn.Parameter(p.detach().clone().float()) for p in params]
     dtypes = {parameter.dtype for parameter in params}
     if len(dtypes) > 1:
@@ -111,6 +111,7 @@ def model_grads_to_master_grads(
     Raises:
         AmpValueError: the lists do not match, or `flat_master` is True and a gradient is missing.
     """
+    flat_master = truth_of("flat_master", flat_master)
     _check_lists(model_params, master_params, flat_master)
     grads = [parameter.grad for parameter in model_params]
     if flat_master:
@@ -139,6 +140,7 @@ def master_params_to_model_params(
     Raises:
         AmpValueError: the lists do not match.
     """
+    flat_master = truth_of("flat_master", flat_master)
     _check_lists(model_params, master_params, flat_master)
     if flat_master:
         pieces = torch.split(master_params[0].detach(), [p.numel() for p in model_params])

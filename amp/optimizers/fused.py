@@ -22,6 +22,7 @@ from amp.optimizers.batches import Batches
 from amp.optimizers.checks import check_betas, check_entries, check_range, unusable_entry
 from amp.optimizers.fused_step import Ready, step_batches
 from amp.optimizers.state_dicts import PACKED, as_own_state, pack_moments, unpack_moments
+from amp.other_names import names_keywords
 from amp.profiles.properties import STATE_DTYPES, StateDtype
 from amp.state_checks import all_or_nothing, as_plain
 from amp.training.step_inputs import StepInputs, inputs_outside_of_a_session
@@ -101,9 +102,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_state_dtype(state_dtype)
         settings = {**defaults, "fused": True, "set_grad_none": set_grad_none}
         settings |= {"max_grad_norm": max_grad_norm, "state_dtype": state_dtype, "seed": 0}
-        for name, value in settings.items():
-            settings[name] = truth_of(name, value) if name in _FLAGS else as_plain(value)
-        super().__init__(params, settings)
+        plain = {n: truth_of(n, x) if n in _FLAGS else as_plain(x) for n, x in settings.items()}
+        super().__init__(params, plain)
         self._forget_steps()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -122,6 +122,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         Unless the subclass declares that its `step` reads `found_inf`, or `scaled_grads`, itself.
         """
         super().__init_subclass__(**kwargs)
+        cls.__init__ = names_keywords(cls.__init__)  # type: ignore[method-assign]
         for name in ("_step_takes_scaled_grads", "_step_supports_amp_scaling"):
             if "step" in vars(cls) and name not in vars(cls):
                 setattr(cls, name, False)

@@ -52,10 +52,9 @@ class FusedSGD(FusedOptimizer):
         max_grad_norm: float | None = None,
         state_dtype: StateDtype | None = None,
     ) -> None:
-        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening}
-        defaults |= {"weight_decay": weight_decay, "nesterov": nesterov}
-        defaults |= {"wd_after_momentum": wd_after_momentum, "maximize": maximize}
-        defaults |= {"foreach": None, "differentiable": False}
+        defaults = {"lr": lr, "momentum": momentum, "dampening": dampening, "nesterov": nesterov}
+        defaults |= {"weight_decay": weight_decay, "wd_after_momentum": wd_after_momentum}
+        defaults |= {"maximize": maximize, "foreach": None, "differentiable": False}
         super().__init__(params, defaults, set_grad_none, max_grad_norm, state_dtype)
 
     def _check_group(self, group: Mapping[str, Any]) -> None:
