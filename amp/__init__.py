@@ -53,24 +53,6 @@ _MODULES = (
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-class _NoSuchModule:
-    """The last finder of `sys.meta_path`: its error says where a script finds a module of apex."""
-
-    @staticmethod
-    def find_spec(name: str, path: Any = None, target: Any = None) -> None:
-        """Raise ModuleNotFoundError for a module of `amp` that no other finder has found."""
-        if name.startswith("amp."):
-            from amp.compat.alias import hint_at_module
-            from amp.other_names import hint_at_attribute
-
-            part = name.removeprefix("amp.")
-            hint = hint_at_module(part) or hint_at_attribute(part, __dir__())
-            raise ModuleNotFoundError(f"No module named '{name}'{hint}", name=name)
-
-
-sys.meta_path.append(_NoSuchModule)
-
-
 def _arm(session: Any) -> Any:
     """Return the observer of `diagnose="on_overflow"`, and import the tool only then."""
     from amp.diagnosis.arming import Armed

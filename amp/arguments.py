@@ -120,9 +120,9 @@ def number_of_loss(loss_id: object, count: int) -> int:
     if not 0 <= number < count:
         is_object = isinstance(loss_id, nn.Module) or is_optimizer(loss_id)
         raise AmpIndexError(
-            f"loss_id={type(loss_id).__name__ if is_object else brief(loss_id)} is not one of 0 to "
-            f"{count - 1}: num_losses was {count}. It is a number; leave it out for a single loss. For "
-            "more, pass num_losses=... to amp.initialize."
+            f"loss_id={type(loss_id).__name__ if is_object else brief(loss_id)} must be an integer "
+            f"from 0 to {count - 1}: num_losses was {count}. Leave it out for a single loss. For more, "
+            "pass num_losses=... to amp.initialize."
         )
     return number
 
@@ -145,7 +145,7 @@ def check_loss(loss: Any) -> None:
     elif callable(loss):
         remedy = ". Call it, and pass the loss that it returns"
     elif loss is None:
-        remedy = ": the model or the criterion has returned nothing"
+        remedy = ": the model or the criterion has returned nothing. Look for a missing return"
     kind = loss.dtype if isinstance(loss, Tensor) else _named(loss)
     raise AmpTypeError(f"amp.scale_loss needs a floating-point tensor as loss, and got {kind}{remedy}")
 

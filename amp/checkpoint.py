@@ -93,7 +93,7 @@ def differences(saved: SavedState, count: int, opt_level: str | None) -> Iterato
     entries = saved.scalers
     message = f"the state_dict contains {len(entries)} loss scalers, and num_losses is {count}"
     if surplus := [f"loss_scaler{i}" for i in sorted(entries) if i >= count]:
-        message += f"; skipping {first_few(surplus)}"
+        message += f"; skipping {first_few(surplus)}: pass num_losses={len(entries)} to load all"
     if missing := [f"loss_scaler{i}" for i in range(count) if i not in entries]:
         message += f"; {first_few(missing)} start anew"
     if len(entries) != count:

@@ -389,7 +389,10 @@ class Stateful:
 
     def __init__(self, session: Session | None = None) -> None:
         if not isinstance(session, (Session, NoneType)):
-            raise AmpTypeError(f"amp.Stateful takes a session, and got {brief(session)}")
+            raise AmpTypeError(
+                f"amp.Stateful takes a session, and got {brief(session)}: leave it out, or pass "
+                "amp.get_session(optimizer)"
+            )
         self._session = session
 
     def state_dict(self) -> dict[str, Any]:

@@ -165,7 +165,8 @@ class GradScaler(torch.amp.GradScaler):
             return _scaled(self._scale_loss, outputs)
         except RecursionError:
             raise AmpValueError(
-                f"GradScaler.scale got {brief(outputs)}, which is nested too deeply, or contains itself"
+                f"GradScaler.scale got {brief(outputs)}, which is nested too deeply, or contains "
+                "itself: pass a loss, or a list of losses"
             ) from None
 
     def _scale_loss(self, loss: Tensor) -> Tensor:
@@ -339,7 +340,7 @@ class GradScaler(torch.amp.GradScaler):
         if missing:
             raise AmpValueError(
                 f"the state dict has no {', '.join(missing)}, only {first_few(state_dict)}: it is not "
-                "a GradScaler's"
+                "a GradScaler's: pass what scaler.state_dict() returned"
             )
         checks = StateChecks()
         settings = {name: checks.number(state_dict, name, "the state dict") for name in _SETTINGS}

@@ -21,7 +21,8 @@ _BLOCK = "`with amp.scale_loss(loss, optimizer) as scaled_loss: scaled_loss.back
 _OF_ATTRIBUTES = {
     "amp.initialize(model, optimizer, opt_level='O1') casts in the model's forward, and 'O4' does in "
     "bfloat16: no region is needed": "autocast autocast_mode autocast_model autocast_decorator",
-    "opt_level='O6' of amp.initialize runs linear layers in FP8: no region or conversion is needed": (
+    "opt_level='O6' of amp.initialize runs linear layers of torch.nn in FP8: no region or conversion "
+    "is needed": (
         "fp8_autocast fp8_model_init quantized_model_init convert_to_float8_training float8 fp8 "
         "Float8Linear TransformerLayer"
     ),
@@ -46,11 +47,12 @@ _OF_ATTRIBUTES = {
     ),
     "the argument opt_level of amp.initialize takes a level, such as 'O2', or the path of a YAML "
     "profile": ("opt_level opt_levels OptLevel get_opt_level set_opt_level precision mixed_precision"),
-    "the argument enabled of amp.initialize says it": "is_enabled enable disable",
+    "enabled=False in amp.initialize turns amp off, and amp.get_session().properties.enabled says "
+    "whether it is on": "is_enabled enable disable",
     "amp.get_session(optimizer).close() ends what amp.initialize began": (
         "close end finish shutdown free_memory end_training"
     ),
-    "amp.initialize returns the model itself, without a wrapper": "unwrap_model unwrap",
+    "amp.initialize returns the model itself, without a wrapper: leave it out": "unwrap_model unwrap",
     "call amp.initialize first, and wrap the model then: "
     "torch.nn.parallel.DistributedDataParallel(model)": (
         "DistributedDataParallel DDP parallel data_parallel"
@@ -87,9 +89,9 @@ _OF_ATTRIBUTES = {
 
 _OF_KEYWORDS = {
     "{level} says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16, 'O6' or 'O7' for FP8": (
-        "dtype precision mixed_precision half_dtype half_type compute_dtype param_dtype amp_dtype "
-        "autocast_dtype torch_dtype fast_dtype target_dtype fp16 bf16 half bfloat16 float16 amp "
-        "autocast use_amp mode policy plugin"
+        "dtype precision mixed_precision half_dtype half_type compute_dtype param_dtype weight_dtype "
+        "amp_dtype autocast_dtype torch_dtype fast_dtype target_dtype fp16 bf16 half bfloat16 float16 "
+        "amp autocast use_amp mode policy plugin"
     ),
     "{level} takes the path of a YAML profile": (
         "config config_file config_path config_params ds_config cfg conf yaml profile settings kwargs"
@@ -105,15 +107,23 @@ _OF_KEYWORDS = {
         "scaler grad_scaler gradscaler loss_scaler scale dynamic_loss_scale static_loss_scale dynamic "
         "dynamic_loss_args dynamic_loss_scaling loss_scale_config init_loss_scale scaling_factor"
     ),
-    "cast_model_outputs says it": "output_dtype out_dtype output_type outputs_dtype cast_outputs",
-    "cast_model_inputs says it": "input_dtype cast_inputs cast_forward_inputs input_cast_type",
-    "master_weights says it": (
+    "pass cast_model_outputs instead, such as torch.float32": (
+        "output_dtype out_dtype output_type outputs_dtype cast_outputs"
+    ),
+    "pass cast_model_inputs instead, True or False": (
+        "input_dtype cast_inputs cast_forward_inputs input_cast_type"
+    ),
+    "pass master_weights instead, True or False": (
         "masters master master_dtype fp32_master use_master_weights keep_master_weights "
         "keep_fp32_weights master_weight_dtype fp32_params"
     ),
-    "keep_batchnorm_fp32 says it, and keep_norm_fp32 does for all norms": "keep_fp32 norm_dtype",
-    "fp8 says it": "fp8_recipe recipe fp8_format fp8_enabled fp8_config float8 enable_fp8 use_fp8",
-    "fp4 says it": "fp4_recipe fp4_format fp4_enabled fp4_config enable_fp4 use_fp4",
+    "pass keep_batchnorm_fp32 instead, or keep_norm_fp32 for all norms": "keep_fp32 norm_dtype",
+    "pass fp8 instead, such as fp8='delayed'": (
+        "fp8_recipe recipe fp8_format fp8_enabled fp8_config float8 enable_fp8 use_fp8"
+    ),
+    "pass fp4 instead, such as fp4='nvfp4'": (
+        "fp4_recipe fp4_format fp4_enabled fp4_config enable_fp4 use_fp4"
+    ),
     "it belongs under fp8, which takes a mapping such as {{'recipe': 'delayed', 'amax_history': "
     "1024}}": ("amax_history amax_history_len amax_algo amax_compute_algo margin reduce_amax"),
     "rules says it: [{{'module': 'head', 'cast': 'float32'}}] keeps a module in FP32": (
@@ -123,14 +133,17 @@ _OF_KEYWORDS = {
     "it belongs under loss_scale, which takes a mapping such as {{'initial_scale_power': 16}}": (
         "initial_scale_power"
     ),
-    "reduce_dtype says it": "communication_data_type gradient_dtype grad_reduce_dtype all_reduce_dtype",
+    "pass reduce_dtype instead, such as torch.float32": (
+        "communication_data_type gradient_dtype grad_reduce_dtype all_reduce_dtype"
+    ),
     "leave it out, and pass the optimizer of these parameters": (
         "model_parameters model_params parameters params"
     ),
     "verbosity says it: 0 logs nothing": "log_level loglevel logging quiet silent print_level",
-    "process_group says it": "group pg amax_reduction_group fp8_group",
+    "pass process_group instead": "group pg amax_reduction_group fp8_group",
     "clip after the amp.scale_loss block, with torch.nn.utils.clip_grad_norm_": (
-        "max_grad_norm clip_grad clip_norm gradient_clipping gradient_clip_val clip_grad_norm max_norm"
+        "max_grad_norm clip_grad clip_norm gradient_clipping gradient_clip_val clip_grad_norm max_norm "
+        "clipping"
     ),
     "make an amp.scale_loss block for each of these backwards, and step after the last": (
         "gradient_accumulation_steps accumulate_grad_batches accumulation_steps grad_accum_steps"

@@ -30,7 +30,9 @@ def requested(backend: str | None = None) -> tuple[str, str]:
     """
     name, source = backend or os.environ.get("AMP_KERNELS", ""), "backend" if backend else "AMP_KERNELS"
     if name and name not in BACKENDS:
-        raise ValueError(f"{source}={name!r} is not one of {', '.join(BACKENDS)}")
+        raise ValueError(
+            f"{source}={name!r} is not one of {', '.join(BACKENDS)}; leave it out, and amp chooses"
+        )
     return name, source
 
 

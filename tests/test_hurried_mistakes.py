@@ -272,11 +272,11 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
         ),
         (
             lambda: amp.scale_loss(X.sum(), *reversed(initialized())),
-            "loss_id=Sequential is not one of 0 to 0: num_losses was 1. It is a number; leave it out",
+            "loss_id=Sequential must be an integer from 0 to 0: num_losses was 1. Leave it out for a",
         ),
         (
             lambda: amp.loss_scale(initialized()[1]),
-            "loss_id=AdamW is not one of 0 to 0: num_losses was 1. It is a",
+            "loss_id=AdamW must be an integer from 0 to 0: num_losses was 1. Leave",
         ),
         (
             scaling_by_a_grad_scaler,
@@ -292,11 +292,11 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
         ),
         (
             lambda: loading(lambda m, o: {"model": m.state_dict(), "optim": o.state_dict()}),
-            "it is missing, and checkpoint['optim'] has it: pass that; expected a list of 1 groups",
+            "load_state_dict got a whole checkpoint: pass checkpoint['optim']. Nothing was loaded",
         ),
         (
             lambda: loading(lambda m, o: amp.state_dict()),
-            "it is missing, and amp.state_dict() returned this: amp.load_state_dict takes it; expected",
+            "got what amp.state_dict() returned: pass it to amp.load_state_dict. Nothing was loaded",
         ),
         (
             lambda: ANY.initialize(*fresh(), schedule(fresh()[1]), opt_level="O2"),
@@ -340,7 +340,10 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
             lambda: amp.compare(fresh, lambda *_: None, seed=2**64),
             "seed=18446744073709551616 must be from 0 to 2**64 - 1",
         ),
-        *((lambda at=at: amp.watch(at), "as in [1, 4, 20]. No model is named") for at in BAD_STEPS),
+        *(
+            (lambda at=at: amp.watch(at), "as in [1, 4, 20]; amp.watch takes no model")
+            for at in BAD_STEPS
+        ),
     ],
 )
 def test_what_is_said(mistake: Callable[[], None], text: str) -> None:
@@ -381,7 +384,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
         (["explain", "torch.linear"], "; did you mean 'torch.nn.functional.linear'?"),
         (["explain", "nn.Linear"], "; did you mean 'torch.nn.functional.linear'?"),
         (["explain", "torch.fft.ftt"], "; did you mean 'torch.fft.fft'?"),
-        (["explain", "xyz"], "there is no function 'xyz'; give a full name: torch.softmax"),
+        (["explain", "xyz"], "there is no function 'xyz'; give a full name, such as torch.softmax"),
         (
             ["memory", "--sharding", "fsdp"],
             "sharding='fsdp' is not one of none, zero1, zero2, zero3, fsdp2; did you mean 'zero3' "
@@ -474,12 +477,12 @@ for _ in range(steps):
         (
             "doctor train.py --at 9 -- --steps 5",
             "1",
-            "reamp: nothing was watched: it ended after 5 steps, and before",
+            "reamp: nothing was watched: training ended after 5 steps, before step 9",
         ),
         (
             "doctor train.py --at 1,9 -- --steps 5",
             "1",
-            "no GradScaler, 5 steps; it ended before step 9\n",
+            "no GradScaler, 5 steps; training ended before step 9\n",
         ),
         (
             "doctor train.py --opt-level O4 -- --steps 5",
@@ -710,7 +713,7 @@ class Forward(nn.Module):
 
 
 NO_KERNEL = "takes no 16-bit tensors.*x.float()"
-SEVERAL = "'layer' .Linear. was given tensors of several dtypes. Functions cast FP32 .* x.float()"
+SEVERAL = "'layer' .Linear. computes with tensors of several dtypes. Functions cast FP32 .* x.float()"
 
 
 @pytest.mark.parametrize(
@@ -721,7 +724,12 @@ SEVERAL = "'layer' .Linear. was given tensors of several dtypes. Functions cast 
         ("O4 O5", lambda y: torch.from_numpy(y.detach().numpy()), X, "NumPy has no bfloat16"),
         ("O1 O4", torch.relu, X.double(), SEVERAL),
         ("O1 O4", torch.relu, X.long(), SEVERAL),
-        ("O1 O4", lambda y: y @ torch.ones(4, 4).double(), X, "Forward was given tensors of several"),
+        (
+            "O1 O4",
+            lambda y: y @ torch.ones(4, 4).double(),
+            X,
+            "Forward computes with tensors of several",
+        ),
     ],
 )
 def test_an_error_about_dtypes_in_the_forward_has_a_note(

@@ -606,7 +606,7 @@ def test_a_wrong_loss_id(loss_id: Any) -> None:
     model = linear()
     optimizer = sgd(model)
     amp.initialize(model, optimizer, num_losses=2)
-    with pytest.raises(IndexError, match="is not one of 0 to 1: num_losses was 2"):
+    with pytest.raises(IndexError, match="must be an integer from 0 to 1: num_losses was 2"):
         amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer, loss_id=loss_id).__enter__()
 
 

@@ -77,8 +77,8 @@ def _hint(error: RuntimeError | TypeError, model: nn.Module, was_cast: bool) -> 
         return f"amp: {called} has a bfloat16 tensor, and NumPy has no bfloat16: x.float().numpy()"
     if not was_cast and is_mixed:
         return (
-            f"amp: {called} was given tensors of several dtypes. Functions cast FP32 tensors, and "
-            "leave float64, which NumPy makes, and integers alone: give the model x.float()"
+            f"amp: {called} computes with tensors of several dtypes. Functions cast FP32 tensors, and "
+            "leave float64, which NumPy makes, and integers alone: convert those by x.float()"
         )
     if not is_mixed:
         return (

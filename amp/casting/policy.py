@@ -153,7 +153,7 @@ def explain(op: str, properties: Properties) -> str:
     function = member(holder, name)
     if not callable(function):
         near = _nearest(name, place if holder is not None else "")
-        hint = f"did you mean '{near}'?" if near else "give a full name: torch.softmax"
+        hint = f"did you mean '{near}'?" if near else "give a full name, such as torch.softmax"
         raise AmpValueError(f"there is no function '{op}'; {hint}")
     op = f"{place}.{name}"
     if isinstance(function, type):

@@ -149,25 +149,9 @@ def _public(module: ModuleType) -> list[str]:
 
 def _missing(name: str) -> str:
     """Return the error message for a missing part of apex, with its replacement."""
-    return f"'{name}' is a part of apex that reamp does not have{_replacement(name)}"
-
-
-def _replacement(name: str) -> str:
     uses = [use for part, use in REPLACEMENTS.items() if f"{name}.".startswith(f"{part}.")]
-    return f"; use {uses[0]} instead" if uses else ""
-
-
-def hint_at_module(name: str) -> str:
-    """Return, for an error about `amp.name`, where the names of `apex.name` are, or an empty text."""
-    parent = f"amp.{name.rpartition('.')[0]}"
-    if names := getattr(sys.modules.get(parent), "__all__", ()):
-        return f"; {parent} has {', '.join(names)}"
-    for theirs in (f"apex.{name}", f"apex.amp.{name}"):
-        if theirs in MODULES:
-            if MODULES[theirs] is None:
-                return f"; call amp.compat.install(), and import {theirs}"
-            return f"; {'amp' if name == 'amp' else MODULES[theirs]} has apex's names"
-    return _replacement(f"apex.{name}")
+    advice = f"; use {uses[0]} instead" if uses else ""
+    return f"'{name}' is a part of apex that reamp does not have{advice}"
 
 
 _FINDER = _Finder()

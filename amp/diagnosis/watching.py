@@ -159,7 +159,7 @@ class TrainingWatch(Training, Observer):
         missed = [step for step in self._due if step in self._at]
         for text, steps in (
             ("no model was called for step", [x for x in missed if x <= self.steps]),
-            ("it ended before step", [x for x in missed if x > self.steps]),
+            ("training ended before step", [x for x in missed if x > self.steps]),
         ):
             said += f"; {text} {', '.join(map(str, steps))}" if steps else ""
         return said
@@ -344,8 +344,8 @@ class TrainingWatch(Training, Observer):
                 "each process needs its own watch"
             )
         if self._due and self._due[0] > self.steps:
-            ended = f"it ended after {self.steps} steps, and before those to be looked at"
-            return f"{ended}: give smaller numbers"
+            ended = f"training ended after {self.steps} steps, before step {self._due[0]}"
+            return f"{ended}: give smaller numbers of steps in at"
         if not self._models:
             return "what the optimizer steps is in no module, or its module was not called"
         return "no backward has begun, as where torch.func computes the gradients"
@@ -568,7 +568,7 @@ def watch(at: Sequence[int] = AT) -> TrainingWatch:
     numbers = list(at) if isinstance(at, (list, tuple, range)) else []
     if not numbers or not all(type(each) is int and each >= 1 for each in numbers):
         raise AmpValueError(
-            f"at={brief(at)} must be a list of numbers of steps, from 1 on, as in [1, 4, 20]. No model "
-            "is named: models are found"
+            f"at={brief(at)} must be a list of numbers of steps, from 1 on, as in [1, 4, 20]; "
+            "amp.watch takes no model, and finds models itself"
         )
     return TrainingWatch(numbers)

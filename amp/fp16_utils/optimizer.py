@@ -16,7 +16,7 @@ from amp.errors import AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.fp16_utils.loss_scaler import DynamicLossScaler, LossScaler, backoff_of
 from amp.fp16_utils.state_of_2018 import masters_of_2018, read_2018
 from amp.kernels.interrupts import without_grad
-from amp.profiles.keys import SMALLEST_SCALE, parse_number
+from amp.profiles.keys import SMALLEST_SCALE, parse_positive
 from amp.session import Session
 from amp.state_checks import StateChecks, as_dict
 from amp.training import scaler
@@ -116,10 +116,16 @@ class FP16_Optimizer(MasterGroups, torch.optim.Optimizer):  # noqa: N801 (apex's
         verbose: bool = True,
     ) -> None:
         if not is_optimizer(init_optimizer):
-            raise AmpTypeError(f"FP16_Optimizer takes an optimizer, and got {brief(init_optimizer)}")
-        loss_scale: Any = parse_number("static_loss_scale", static_loss_scale)
+            got = type(init_optimizer).__name__
+            raise AmpTypeError(
+                f"FP16_Optimizer takes one optimizer, and got a {got}: make one for each"
+            )
+        loss_scale: Any = parse_positive("static_loss_scale", static_loss_scale)
         if dynamic_loss_args is not None and not isinstance(dynamic_loss_args, Mapping):
-            raise AmpTypeError(f"dynamic_loss_args={brief(dynamic_loss_args)} is no dict")
+            raise AmpTypeError(
+                f"dynamic_loss_args={brief(dynamic_loss_args)} must be a dict, such as "
+                "{'init_scale': 65536}"
+            )
         if truth_of("dynamic_loss_scale", dynamic_loss_scale):
             loss_scale = {"mode": "dynamic", **(dynamic_loss_args or {})}
             for name in dynamic_loss_args or ():

@@ -18,4 +18,6 @@ if not TYPE_CHECKING:  # type checkers would take it for a module that has every
     def __getattr__(name: str) -> NoReturn:
         """Raise AttributeError, or ImportError, whose message says which names there are."""
         hint = "" if name.startswith("_") else f"; it has {', '.join(__all__)}"
+        if "adam" in name.lower():
+            hint = "; FusedAdam is AdamW by default, and Adam with adam_w_mode=False"
         raise no_such_name(__name__, __file__, name, hint, sys._getframe(1))

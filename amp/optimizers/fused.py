@@ -225,7 +225,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         if not isinstance(param_group, dict):
             raise AmpTypeError(f"a group of parameters is a dict, and not {brief(param_group)}")
         if "params" not in param_group:
-            raise AmpValueError(f"a group of parameters has only {brief(param_group)}, and no 'params'")
+            got = f"a group of parameters needs 'params', and got {brief(param_group)}"
+            raise AmpValueError(f"{got}: pass {{'params': model.parameters()}}")
         self._check_group({**self.defaults, **param_group})
         for name in self.defaults.keys() & param_group:
             param_group[name] = as_plain(param_group[name])

@@ -215,7 +215,9 @@ def parse_number(name: str, value: object) -> float:
 def parse_positive(name: str, value: object) -> float:
     """Return a float that a loss scale can be."""
     number = parse_number(name, value)
-    if not SMALLEST_SCALE <= number <= torch.finfo(torch.float32).max:
+    if number > torch.finfo(torch.float32).max:
+        raise AmpValueError(f"{name}={brief(value)} must be a finite number above 0, such as 65536")
+    if not number >= SMALLEST_SCALE:
         hint = "; DeepSpeed's 0 is 'dynamic' here" if name == "loss_scale" and number == 0 else ""
         raise AmpValueError(f"{name}={brief(value)} must be a finite number above 0{hint}")
     return number

@@ -251,8 +251,8 @@ class Gradients:
             raise AmpRuntimeError(
                 f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters where "
                 f"FP32 masters should be ({first_few(half, called, most=3)}): a script has put them "
-                "there after amp.initialize. Put the masters back, which amp.master_params(optimizer) "
-                "yields, and add other parameters by optimizer.add_param_group"
+                "there after amp.initialize. Leave that assignment out, and add other parameters by "
+                "optimizer.add_param_group"
             )
         self.deferral.unscale(known.pairs)
         self.parameters = parameters

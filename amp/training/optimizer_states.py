@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.errors import brief
+from amp.errors import AmpValueError, brief
 from amp.state_checks import LARGEST_COUNT, StateChecks, all_or_nothing, as_dict, as_float, as_plain
 from amp.training.wrapped_optimizers import inherits
 
@@ -52,12 +52,11 @@ def structure_of(
     groups = optimizer.param_groups
     expected = f"a list of {len(groups)} groups, as this {kind} has"
     holders = [key for key, x in own.items() if isinstance(x, Mapping) and "param_groups" in x]
-    if holders and "param_groups" not in own:
-        found_there = f"it is missing, and checkpoint[{brief(holders[0])}] has it: pass that"
-        checks.fail("state_dict", "param_groups", found_there, expected)
-    if "loss_scaler0" in own and "param_groups" not in own:
-        found_there = "it is missing, and amp.state_dict() returned this: amp.load_state_dict takes it"
-        checks.fail("state_dict", "param_groups", found_there, expected)
+    if "param_groups" not in own and (holders or "loss_scaler0" in own):
+        is_ours = not holders
+        what = "what amp.state_dict() returned" if is_ours else "a whole checkpoint"
+        part = "it to amp.load_state_dict" if is_ours else f"checkpoint[{brief(holders[0])}]"
+        raise AmpValueError(f"{kind}.load_state_dict got {what}: pass {part}. Nothing was loaded")
     saved = dict(enumerate(checks.items(own, "param_groups", "state_dict", expected, len(groups))))
     found: dict[Any, Tensor] = {}
     for i, known in enumerate(groups):

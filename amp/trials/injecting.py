@@ -88,7 +88,10 @@ class Injected(Training):
 
     def _initialize(self) -> None:
         if not (size := os.environ.get("WORLD_SIZE", "1")).isdecimal():
-            raise AmpValueError(f"the environment variable WORLD_SIZE={size!r} is no number")
+            raise AmpValueError(
+                f"the environment variable WORLD_SIZE={size!r} is no number: unset it, or set it to "
+                "the number of processes"
+            )
         if int(size) > 1:
             raise AmpRuntimeError("a script of several processes without amp: only one can be compared")
         models, optimizers = models_in_memory(self.optimizers)[0], self.optimizers

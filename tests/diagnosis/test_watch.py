@@ -83,7 +83,7 @@ def test_what_it_attached_to_is_one_line() -> None:
     with amp.watch() as watch:
         healthy(net(), "float16")
     about = "Sequential, 740 parameters in float32, AdamW, a GradScaler, 6 steps"
-    assert watch.about == f"{about}; it ended before step 20"
+    assert watch.about == f"{about}; training ended before step 20"
     with amp.watch() as watch:
         net()(X)
     assert watch.about == "no optimizer was made"
@@ -680,7 +680,7 @@ def step_under_a_mode() -> None:
         (lambda: None, 1, "no optimizer of torch has stepped here: put steps by hand into"),
         (evaluate, 1, "no optimizer of torch has stepped here"),
         (step_under_a_mode, 1, "the mode AMode was open"),
-        (step_once, 9, "it ended after 3 steps, and before those to be looked at: give smaller"),
+        (step_once, 9, "training ended after 3 steps, before step 9: give smaller"),
         (step_without_a_module, 1, "what the optimizer steps is in no module"),
         (step_by_jvp, 1, "no backward has begun, as where torch.func computes the gradients"),
     ],

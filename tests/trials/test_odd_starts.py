@@ -75,7 +75,7 @@ def test_a_script_that_fails_after_its_steps_keeps_its_report(tmp_path: Path) ->
     (tmp_path / "train.py").write_text(f"{WITHOUT_AMP}\nsys.exit(3)\n")
     found = run(doctor("doctor", "train.py"), tmp_path)
     assert found.returncode == 1, found.stderr
-    assert "6 steps; it ended before step 20\nhealthy: nothing found" in found.stdout
+    assert "6 steps; training ended before step 20\nhealthy: nothing found" in found.stdout
     assert "the script failed: " in found.stdout
 
 
