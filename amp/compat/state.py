@@ -19,6 +19,7 @@ from amp.profiles.properties import Properties
 from amp.training import scaler
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
+from amp.training.gradients import OpenBlock
 
 __all__ = ["LossScaler", "_amp_state", "scale_check_overflow_python"]
 
@@ -370,7 +371,7 @@ class Stash(MasterGroups):
         self._block = None
         attached.owner.running_stats.repair()
 
-    def _delay(self, ours: scaler.LossScaler) -> Block:
+    def _delay(self, ours: scaler.LossScaler) -> OpenBlock:
         """Leave the gradients scaled, in a block of the script or of `delay_unscale`; return the block.
 
         A block of the script gets the scaler by whose scale the script has multiplied its loss.
@@ -382,14 +383,14 @@ class Stash(MasterGroups):
                 "optimizer._post_amp_backward was called, or params_have_scaled_gradients set, inside "
                 "an amp.scale_loss block, which does that itself. Leave it out"
             )
-        block = gradients.delayed or block
-        if block is None:
-            block = self._block = Block(ours, [gradients])
-        if block is self._block:
-            block.scaler = ours
-            _, block.scale = ours.scale_and_remember(self._zero())
-        gradients.delay(block)()
-        return block
+        kept = gradients.delayed or block
+        if kept is None or kept is self._block:
+            own = Block(ours, [gradients]) if kept is None or self._block is None else self._block
+            own.scaler = ours
+            _, own.scale = ours.scale_and_remember(self._zero())
+            kept = self._block = own
+        gradients.delay(kept)()
+        return kept
 
     def _attached(self) -> AttachedOptimizer:
         attached = AttachedOptimizer.of(self.optimizer)

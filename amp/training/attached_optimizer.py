@@ -28,9 +28,9 @@ from amp.observers import everywhere
 from amp.patching import Patches
 from amp.profiles.properties import StateDtype
 from amp.training import optimizer_states
-from amp.training.gradients import Gradients, Parameters
+from amp.training.gradients import Gradients
 from amp.training.misuse import Misuse
-from amp.training.parameter_check import ParameterCheck
+from amp.training.parameters import ParameterNames, Parameters
 from amp.training.step import OptimizerStep, forget_inputs
 from amp.training.wrapped_optimizers import ATTACHED, chain_of, inherits, innermost, own_methods
 from amp.undo import Contents
@@ -47,7 +47,7 @@ class AttachedOptimizer:
         optimizer: the one that steps, inside all wrappers.
         owner: the session.
         masters: those of the session.
-        check: knows the model's parameters by name.
+        named: knows the model's parameters by name.
         gradients: its gradients, and the pairs of its parameters and masters.
         is_wrapped: whether another optimizer holds this one.
         step: replaces the optimizer's own `step`.
@@ -67,10 +67,10 @@ class AttachedOptimizer:
         self._patches = Patches()
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
-        self.check = ParameterCheck(optimizer, owner.named_parameters)
+        self.named = ParameterNames(optimizer, owner.named_parameters)
         self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
         self.gradients = Gradients(
-            optimizer, self.masters, self.check, owner.synchronization, self._use_masters
+            optimizer, self.masters, self.named, owner.synchronization, self._use_masters
         )
         self.may_be_plain = owner.is_plain and not self.gradients.capabilities.needs_inputs
         self.step = OptimizerStep(self)
@@ -159,7 +159,7 @@ class AttachedOptimizer:
     def names_of(self, stepped: Sequence[Tensor]) -> list[str | None]:
         """Return the bare names of parameters or masters in their models, None for unknown ones."""
         models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
-        return self.check.bare_names_of(models)
+        return self.named.bare_names_of(models)
 
     def detach(self) -> None:
         """Restore the optimizer's methods and parameters. Idempotent, also after an interrupt."""
@@ -209,7 +209,7 @@ class AttachedOptimizer:
 
     def note_parameters(self) -> None:
         """Note which parameters of the session's models this optimizer is to train."""
-        self.check.note_names(self.gradients.reconcile().of_model)
+        self.named.note_names(self.gradients.reconcile().of_model)
 
     def remember_state(self) -> Callable[[], None]:
         """Return a function that restores the tensors that each parameter's state has now."""

@@ -154,7 +154,7 @@ class Block:
         """Say what to do about an error of a backward."""
         _explain(error, loss, self._gradients)
         for each in attached:
-            each.check.add_hint(error, each.gradients.parameters.models)
+            each.named.add_hint(error, each.gradients.parameters.models)
         if loss.numel() > 1 and "implicitly created only for scalar" in str(error):
             error.add_note(
                 f"amp: the loss has the shape {shape_of(loss)}: scale one number, as in "

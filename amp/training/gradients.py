@@ -51,87 +51,44 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from operator import is_
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from amp.distributed import groups_of_meshes, place_gradients, reduce_largest
+from amp.distributed import place_gradients, reduce_largest
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, first_few
 from amp.kernels import host_lists
 from amp.kernels.interrupts import Change
-from amp.kernels.tensor_lists import TensorList, are_plain, local
+from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.masters.agreement import Pairs, cast_text
+from amp.masters.agreement import cast_text
 from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.masters.master_weights import MasterWeights
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
 from amp.training.deferred_gradients import Deferral
 from amp.training.hidden_gradients import begin_compiling, register_with_dynamo
-from amp.training.parameter_check import ParameterCheck
-from amp.training.scaler import ScaleSnapshot
+from amp.training.parameters import ParameterNames, Parameters
+from amp.training.scaler import LossScaler, ScaleSnapshot
 from amp.training.synchronization import Synchronization
 from amp.training.unscaling import NewGradients
 from amp.training.verdicts import Capabilities, Verdict, Verdicts
-
-if TYPE_CHECKING:
-    from amp.training.blocks import Block
 
 _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
 
 
-class Parameters:
-    """The parameters of an optimizer's groups at one time, each once, in their order.
+class OpenBlock(Protocol):
+    """A block, as far as its gradients know it."""
 
-    Args:
-        in_groups: a list for each group.
-        masters: the session's.
-        called: returns how to call a parameter in a message.
+    scaler: LossScaler
+    scale: ScaleSnapshot
 
-    Attributes:
-        in_groups: the parameters of each group.
-        dtypes: of `unmastered`.
-        stepped: all of them: masters, and parameters without a master.
-        pairs: the pairs of the masters.
-        masters, models: the two sides of the pairs.
-        unmastered: the parameters without a master.
-        unmastered_list: the same as a `TensorList`, of local shards.
-        of_model: the parameters of the model, with a master and without.
-        are_plain: whether none is a DTensor, or of another class with its values elsewhere.
-        process_groups: the process groups whose ranks hold parts or copies of any of `stepped`.
-    """
-
-    def __init__(
-        self,
-        in_groups: Sequence[Sequence[Tensor]],
-        masters: MasterWeights,
-        called: Callable[[Tensor], str],
-    ) -> None:
-        self.in_groups = list(map(list, in_groups))
-        self.stepped = list(dict.fromkeys(chain.from_iterable(in_groups)))
-        both = [(each, masters.pair(each)) for each in self.stepped]
-        held = [pair for each, pair in both if pair is not None and pair.master is each]
-        self.pairs = Pairs(held, called)
-        self.masters, self.models = self.pairs.masters, self.pairs.models
-        self.unmastered = [each for each, pair in both if pair is None or pair.master is not each]
-        self.of_model = [*self.models, *self.unmastered]
-        self.dtypes = list(map(_dtype, self.unmastered))
-        self.process_groups = groups_of_meshes(self.stepped)
-        self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
-        of_rank = self.unmastered if self.are_plain else list(map(local, self.unmastered))
-        self.unmastered_list = TensorList(of_rank)
-
-    @functools.cached_property
-    def ids(self) -> frozenset[int]:
-        """The ids of all parameters, masters and the model's."""
-        return frozenset(map(id, (*self.stepped, *self.models)))
-
-    def have_grads(self) -> bool:
-        """Whether there is a gradient for a step."""
-        return not host_lists.lists.have_grads(self.stepped, [None] * len(self.stepped))
+    def finish(self, update: bool = True) -> None:
+        """Unscale what was left scaled."""
+        ...
 
 
 class State(enum.Enum):
@@ -161,24 +118,24 @@ class Gradients:
         self,
         optimizer: Any,
         masters: MasterWeights,
-        check: ParameterCheck,
+        named: ParameterNames,
         synchronization: Synchronization,
         uses_masters: bool,
     ) -> None:
-        self._optimizer, self._masters, self._check = optimizer, masters, check
+        self._optimizer, self._masters, self._named = optimizer, masters, named
         self._uses_masters = uses_masters
         self.capabilities, self._synchronization = Capabilities(optimizer), synchronization
-        self.parameters = Parameters((), masters, check.called)
+        self.parameters = Parameters((), masters, named.called)
         self.deferral = Deferral(optimizer)
         self.verdicts = Verdicts()
-        self.delayed: Block | None = None
+        self.delayed: OpenBlock | None = None
         self.were_reduced = True
         self.were_stepped = False
         self._are_hidden = False
         """Whether masters alone have their gradients, so that a backward may make new ones."""
         self._has_looked = False
         """Whether a forward has looked at the masters since the last step."""
-        self.open_block: Block | None = None
+        self.open_block: OpenBlock | None = None
         self._aside: dict[Tensor, Tensor] = {}
 
     @property
@@ -219,7 +176,7 @@ class Gradients:
         found = pairs.differences(HAS_GRAD_DTYPE and not self._are_hidden)
         if found:
             if event == "block" and not self._has_looked and pairs.were_written():
-                self._check.forward_has_missed_masters()
+                self._named.forward_has_missed_masters()
             pairs.resolve(found)
         # Before torch 2.10 the look is at no gradients.
         if (found or not HAS_GRAD_DTYPE) and not self._are_hidden:
@@ -234,7 +191,7 @@ class Gradients:
             AmpRuntimeError: a 16-bit parameter stands where a master should be, or a parameter was cast
                 after `initialize`.
         """
-        known, optimizer, called = self.parameters, self._optimizer, self._check.called
+        known, optimizer, called = self.parameters, self._optimizer, self._named.called
         now, before = [group["params"] for group in optimizer.param_groups], known.in_groups
         if (
             list(map(len, now)) == list(map(len, before))
@@ -323,7 +280,7 @@ class Gradients:
         if is_checked and not (parameters.have_grads() or have_grads(parameters.models)):
             self.verdicts.clear()  # the script has cleared the gradients that they are about
 
-    def enter(self, block: Block) -> None:
+    def enter(self, block: OpenBlock) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
         if self.delayed is not None:
             self.open_block = block
@@ -340,7 +297,7 @@ class Gradients:
             self._are_hidden = True
             self.parameters.pairs.hide()
 
-    def abort(self, block: Block) -> None:
+    def abort(self, block: OpenBlock) -> None:
         """Leave a block that raised, if it was entered. Idempotent.
 
         Its gradients are dropped, and those that were set aside come back. If backward has added them
@@ -365,7 +322,7 @@ class Gradients:
         is_alone = not self._synchronization.wrappers
         return is_alone or self._synchronization.are_reduced(self.parameters.of_model)
 
-    def delay(self, block: Block) -> Change:
+    def delay(self, block: OpenBlock) -> Change:
         """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
         delayed = {"delayed": self.delayed or block, "were_reduced": self.are_reduced()}
         return functools.partial(vars(self).update, open_block=None, _are_hidden=True, **delayed)
@@ -390,7 +347,7 @@ class Gradients:
         if self.capabilities.takes_scaled:
             new = new._replace(will_be_deferred=self.deferral.takes(new, parameters.pairs))
         if not scale.scaler.config.is_identity:
-            new.refuse_unscalable(self._check)
+            new.refuse_unscalable(self._named)
         return new
 
     def settle(self, new: NewGradients, scale: ScaleSnapshot, found_inf: Tensor | None) -> None:
@@ -405,7 +362,7 @@ class Gradients:
         """
         scaler, is_one = scale.scaler, scale.scaler.config.is_identity
         if found_inf is not None and not scaler.is_on_host and self.capabilities.skips_on_device():
-            names = self._check.names_of
+            names = self._named.names_of
             if new.of_masters.grads:
                 new = new._replace(of_masters=new.of_masters.logged(scaler, names))
             if new.own.grads and new.own.parameters is self.parameters.unmastered:
@@ -647,4 +604,4 @@ class Gradients:
         """Forget the parameters: the optimizer leaves the session."""
         self.parameters.pairs.forget_grads()
         self.deferral = Deferral(self._optimizer)
-        self.parameters = Parameters((), self._masters, self._check.called)
+        self.parameters = Parameters((), self._masters, self._named.called)

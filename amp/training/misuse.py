@@ -133,7 +133,7 @@ class Misuse:
         self.of_others = []
         if found:
             warn(
-                f"the gradient of {self.attached.check.called(found[0])} comes from a loss that was "
+                f"the gradient of {self.attached.named.called(found[0])} comes from a loss that was "
                 "scaled, in an amp.scale_loss block that does not name its optimizer: it is too large "
                 "by the loss scale. Pass all optimizers whose parameters a loss reaches, as in "
                 "amp.scale_loss(loss, [first, second]), or call zero_grad before the next block"
@@ -372,7 +372,7 @@ class BlockWatch:
                 found, whose = self._reached_by_others - leaves, "another loss than the scaled one"
         if found:
             stepped = (p for each in self._attached for p in each.gradients.parameters.of_model)
-            called = self._attached[0].check.called(next(p for p in stepped if p in found))
+            called = self._attached[0].named.called(next(p for p in stepped if p in found))
             warn(
                 f"the gradient of {called} comes from {whose}, whose backward() was called in the same "
                 "amp.scale_loss block. If that one is not scaled too, it is divided by the loss scale, "

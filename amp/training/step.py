@@ -114,7 +114,7 @@ class OptimizerStep:
                     args = functools.partial(self._evaluate, closure, same_casts()), *args
                 return self._run(functools.partial(step, *args, **kwargs), closure is not None)
             except RuntimeError as error:
-                self._attached().check.add_hint(error, gradients.parameters.models)
+                self._attached().named.add_hint(error, gradients.parameters.models)
                 raise
             finally:
                 masters.are_ahead, self.is_running = before, False
@@ -127,7 +127,7 @@ class OptimizerStep:
             if gradients.delayed is not None:
                 gradients.finish_delayed()
             if misuse is not None or not gradients.parameters.have_grads():
-                attached.check.check_not_replaced()
+                attached.named.check_not_replaced()
             if misuse is not None:
                 before = misuse.step_begins()
             self.verdicts = gradients.verdicts_for_step()
@@ -148,14 +148,14 @@ class OptimizerStep:
             else:
                 result = self._step_from_grads(step, found_inf, has_closure)
             if has_closure:
-                attached.check.check_not_replaced()
+                attached.named.check_not_replaced()
                 if misuse is not None:
                     misuse.closure_has_ended()
             elif misuse is not None:
                 misuse.step_has_ended(before)
             forget_casts()  # casts of old weights, if a forward is under way
             if self.verdicts:
-                note_step(self.verdicts, gradients.grads_for_step, attached.check.names_of)
+                note_step(self.verdicts, gradients.grads_for_step, attached.named.names_of)
             for observer in (*everywhere, *attached.owner.observers):
                 observer.step_ends(attached)
             return result

@@ -35,11 +35,10 @@ from amp.kernels.interrupts import at_once, without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, has_own_values, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
-from amp.training.parameter_check import ParameterCheck
+from amp.training.parameters import ParameterNames, Parameters
 
 if TYPE_CHECKING:
     from amp.kernels.launch_plans import BadSteps
-    from amp.training.gradients import Parameters
     from amp.training.recorder import Names
     from amp.training.scaler import LossScaler
 
@@ -148,7 +147,7 @@ class NewGradients(NamedTuple):
         have_graphs = parameters.are_plain and not host_lists.lists.train(grads, [False] * len(grads))
         return cls(pairs, of_masters, own, have_graphs)
 
-    def refuse_unscalable(self, names: ParameterCheck) -> None:
+    def refuse_unscalable(self, names: ParameterNames) -> None:
         """Raise if a gradient cannot be unscaled; `names` names parameters in messages.
 
         Raises:

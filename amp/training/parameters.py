@@ -1,18 +1,78 @@
-"""The check that a model still has the parameters that an optimizer trains, and their names."""
+"""The parameters that an optimizer trains: what its groups hold, and their names in the models."""
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
+from amp.distributed import groups_of_meshes
 from amp.errors import AmpRuntimeError, first_few, warn
-from amp.masters.agreement import called_by_shape
+from amp.kernels import host_lists
+from amp.kernels.tensor_lists import TensorList, are_plain, local
+from amp.masters.agreement import Pairs, called_by_shape
+from amp.masters.master_weights import MasterWeights
 from amp.names import bare_names
 
+_dtype = operator.attrgetter("dtype")
 
-class ParameterCheck:
+
+class Parameters:
+    """The parameters of an optimizer's groups at one time, each once, in their order.
+
+    Args:
+        in_groups: a list for each group.
+        masters: the session's.
+        called: returns how to call a parameter in a message.
+
+    Attributes:
+        in_groups: the parameters of each group.
+        dtypes: of `unmastered`.
+        stepped: all of them: masters, and parameters without a master.
+        pairs: the pairs of the masters.
+        masters, models: the two sides of the pairs.
+        unmastered: the parameters without a master.
+        unmastered_list: the same as a `TensorList`, of local shards.
+        of_model: the parameters of the model, with a master and without.
+        are_plain: whether none is a DTensor, or of another class with its values elsewhere.
+        process_groups: the process groups whose ranks hold parts or copies of any of `stepped`.
+    """
+
+    def __init__(
+        self,
+        in_groups: Sequence[Sequence[Tensor]],
+        masters: MasterWeights,
+        called: Callable[[Tensor], str],
+    ) -> None:
+        self.in_groups = list(map(list, in_groups))
+        self.stepped = list(dict.fromkeys(chain.from_iterable(in_groups)))
+        both = [(each, masters.pair(each)) for each in self.stepped]
+        held = [pair for each, pair in both if pair is not None and pair.master is each]
+        self.pairs = Pairs(held, called)
+        self.masters, self.models = self.pairs.masters, self.pairs.models
+        self.unmastered = [each for each, pair in both if pair is None or pair.master is not each]
+        self.of_model = [*self.models, *self.unmastered]
+        self.dtypes = list(map(_dtype, self.unmastered))
+        self.process_groups = groups_of_meshes(self.stepped)
+        self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
+        of_rank = self.unmastered if self.are_plain else list(map(local, self.unmastered))
+        self.unmastered_list = TensorList(of_rank)
+
+    @functools.cached_property
+    def ids(self) -> frozenset[int]:
+        """The ids of all parameters, masters and the model's."""
+        return frozenset(map(id, (*self.stepped, *self.models)))
+
+    def have_grads(self) -> bool:
+        """Whether there is a gradient for a step."""
+        return not host_lists.lists.have_grads(self.stepped, [None] * len(self.stepped))
+
+
+class ParameterNames:
     """The model's parameters in the groups of one optimizer, as they were when they were added.
 
     Args:
