@@ -75,7 +75,7 @@ def _update_decoupled(p, g, moments, prepared, sqrt, divide, plus):
 
 
 MOMENTS = Moment("exp_avg"), Moment("exp_avg_sq", is_signed=False)
-ADAM = UpdateRule(MOMENTS, adam_numbers, _prepare, _at, _update)
+ADAM = UpdateRule(MOMENTS, adam_numbers, _prepare, _at, _update, packs=True)
 """Adam: its moments are the running means of gradients and of their squares."""
 
 ADAMW = ADAM._replace(update=_update_decoupled)

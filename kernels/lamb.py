@@ -89,5 +89,5 @@ def _plain_update(
     return p - size * direction, moments
 
 
-LAMB = UpdateRule(MOMENTS, _numbers, _prepare, _at, _update, _direction, _plain_update)
+LAMB = UpdateRule(MOMENTS, _numbers, _prepare, _at, _update, _direction, _plain_update, packs=True)
 """LAMB: its moments are the running means of gradients and of their squares."""

@@ -1,4 +1,7 @@
-"""`UpdateRule`, the formula of an optimizer; `adam.py`, `sgd.py` and other modules define the rules."""
+"""`UpdateRule`, the formula of an optimizer; `adam.py`, `sgd.py` and other modules define the rules.
+
+A module with a formula imports `tl`, also where it does not use it: Triton's interpreter looks for it.
+"""
 
 import ctypes
 import functools
@@ -77,6 +80,8 @@ class UpdateRule(NamedTuple):
             rule with a direction uses the norms of parameters and directions as the tensor's own
             numbers.
         plain_update: replaces `update` in plain torch, where it may compute the norms itself.
+        packs: whether both moments fit into one word (`amp.kernels.packing`), as Adam's do: the first
+            is kept as its ratio to the root of the second.
     """
 
     moments: tuple[Moment, ...]
@@ -86,6 +91,7 @@ class UpdateRule(NamedTuple):
     update: Any
     direction: Any = None
     plain_update: Any = None
+    packs: bool = False
 
 
 class StepArguments(NamedTuple):

@@ -16,12 +16,14 @@ import torch
 
 import amp
 from amp import frontend
+from amp.numerics import planning
 from amp.profiles.fp8_recipe import FP8_KEYS, Fp8Recipe
 from amp.profiles.keys import Key, OneOf, shown
 from amp.profiles.levels import LEVELS, aliases, resolve
 from amp.profiles.loss_scaling import SCALING_KEYS
 from amp.profiles.options import Level, Overrides, SessionOptions
 from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS, Properties
+from amp.selftest import of_training
 from tests.models import linear, sgd
 
 TABLE = {
@@ -41,6 +43,8 @@ TABLE = {
 
 def test_there_are_no_other_levels() -> None:
     assert list(LEVELS) == list(TABLE)
+    assert list(of_training.LEVELS) == list(TABLE)
+    assert sorted([*planning.FIRST, *planning._ELSE]) == sorted(TABLE)
 
 
 @pytest.mark.parametrize("level", TABLE)

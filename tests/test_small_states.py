@@ -510,6 +510,20 @@ def test_other_words_for_the_state_are_refused() -> None:
         FusedAdam([nn.Parameter(torch.zeros(1))], state_dtype="int8")  # type: ignore[arg-type]
 
 
+def test_two_moments_that_are_not_adams_are_kept_one_by_one() -> None:
+    class OfOtherMoments(FusedAdam):
+        def _rule(self, group: Any = None) -> Any:
+            return super()._rule(group)._replace(packs=False)
+
+    model, optimizer = build(cls=OfOtherMoments, master_weights=True)
+    train(model, optimizer, range(2))
+    for state in optimizer.state.values():
+        assert {name: x.dtype for name, x in state.items() if x.dim()} == {
+            "exp_avg": BF16,
+            "exp_avg_sq": BF16,
+        }
+
+
 # Shards of a tensor.
 
 

@@ -1,4 +1,9 @@
-"""Integrations with training frameworks, one module each, imported by name: none is a dependency."""
+"""Integrations with training frameworks, one module each, imported by name: none is a dependency.
+
+Where a framework makes optimizers after it has converted the model, an integration calls `initialize`
+twice, by `LateOptimizers`. Where the script makes them, `amp.initialize` comes first, as for Ignite and
+timm.
+"""
 
 
 def missing(module: str, framework: str, extra: str) -> ImportError:

@@ -182,7 +182,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """The dtype of tensors that keep moments, int16 for two in one; None for the parameter's."""
         if not isinstance(self.state_dtype, str):
             return self.state_dtype
-        return torch.int16 if len(self._moments()) == 2 else torch.bfloat16
+        return torch.int16 if self._rule().packs else torch.bfloat16
 
     def _kept(self, group: Mapping[str, Any] | None = None) -> Iterable[str]:
         """Return the names of the entries in which moments are kept, as `_moments` does."""

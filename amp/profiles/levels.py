@@ -34,7 +34,8 @@ from amp.profiles.properties import OVERRIDE_KEYS, SCALE_BOUNDS, Properties, che
 from amp.profiles.yaml_syntax import read_mapping
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-LEVELS: dict[Any, Path] = {path.stem: path for path in sorted(CONFIGS.glob("*.yaml"))}
+_BY_NUMBER = sorted(CONFIGS.glob("*.yaml"), key=lambda path: (len(path.stem), path.stem))
+LEVELS: dict[Any, Path] = {path.stem: path for path in _BY_NUMBER}
 """The files of the levels, by name."""
 _OF_SESSIONS = ("num_losses", "verbosity", "process_group")
 """The arguments of a session that are no properties."""
