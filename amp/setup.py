@@ -167,7 +167,7 @@ class Setup:
 
     def _advise(self) -> None:
         session = self._session
-        for message in filter(None, [strategy.finish() for strategy in session.strategies]):
+        for message in filter(None, [strategy.summary() for strategy in session.strategies]):
             session.log(logging.INFO, message)
         on_devices = arguments.advise_on_devices(session.properties, self._models)
         on_eps = [arguments.advise_on_eps(one.optimizer) for one in self._attached]

@@ -204,7 +204,7 @@ class Fp8Linears(Strategy):
             return None
         return "draws" if recipe.draws else "amaxes"
 
-    def finish(self) -> str:
+    def summary(self) -> str:
         """Return a log line with the layers in FP8; warn instead if there are none."""
         if self.properties.fp8 is None or not self._prepared:
             return ""

@@ -22,8 +22,8 @@ from amp.undo import Undo
 class Strategy:
     """One way to give models their precision.
 
-    A session calls the methods of each of its strategies in the order in which they are defined here.
-    The methods of this base class do nothing.
+    `initialize` calls `check_model`, `begin`, `prepare_model` and `summary`, in this order. The methods
+    of this base class do nothing.
 
     Args:
         properties: the session's resolved profile.
@@ -53,7 +53,7 @@ class Strategy:
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Cast, patch and hook a model, and register on `undo` how to undo that."""
 
-    def finish(self) -> str:
+    def summary(self) -> str:
         """Return a log line about all prepared models. May warn."""
         return ""
 
@@ -74,9 +74,6 @@ class Strategy:
 
     def check_loss(self, loss: Tensor) -> None:
         """Warn if a loss, before it is scaled, cannot come from the models as they were prepared."""
-
-    def stop(self) -> None:
-        """Restore patched functions, and do not change models."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an exact resume needs: tensors and plain values. An empty state is not saved."""

@@ -383,7 +383,7 @@ class Gradients:
             self._add_aside()
 
     def _add_aside(self) -> None:
-        """Add new gradients, which are unscaled, to those that were set aside. No host sync."""
+        """Put back what was set aside, with the new gradients, which are unscaled. No host sync."""
         for parameter, total in self._aside.items():
             new, parameter.grad = parameter.grad, total
             if new is not None:
