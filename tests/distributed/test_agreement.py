@@ -28,7 +28,7 @@ from tests.distributed.models import (
     train,
     weights_of,
 )
-from tests.distributed.world import Backend, world
+from tests.distributed.world import Backend, ranks, world
 from tests.levels import CHECKED, LEVELS
 
 
@@ -50,7 +50,10 @@ class AllReduces:
         distributed.all_reduce = self._original
 
 
-def check_collectives(rank: int, wrap: str, level: str) -> None:
+@ranks(SIZES)
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_a_step_has_one_collective_of_one_number(rank: int, wrap: str, level: str) -> None:
     """One of one number for a step, whatever the mesh; none where nothing can overflow."""
     model = WRAPS[wrap](make())
     optimizer = FusedAdam(model.parameters(), lr=0.01)
@@ -67,7 +70,11 @@ def check_collectives(rank: int, wrap: str, level: str) -> None:
         assert counted.sizes == ([1] if level in CHECKED else []), counted.sizes
 
 
-def check_rank_that_raises(rank: int) -> None:
+@ranks(2)
+@pytest.mark.parametrize("backend", ["gloo"], indirect=True)  # NCCL's watchdog ends the process
+def test_a_rank_that_raises_leaves_the_others_with_an_error_that_names_the_collective(
+    rank: int,
+) -> None:
     """The others are told which collective they have waited for, and in vain."""
     group: Any = distributed.new_group(timeout=timedelta(seconds=2))
     model = make()
@@ -90,7 +97,8 @@ def check_rank_that_raises(rank: int) -> None:
     distributed.barrier()
 
 
-def check_rounding(rank: int) -> None:
+@ranks(2)
+def test_ranks_that_are_seeded_apart_round_alike(rank: int) -> None:
     """Ranks that are seeded apart, as for dropout, round the moments of their copies alike."""
     torch.manual_seed(100 + rank)
     model = make()
@@ -143,21 +151,6 @@ def check_compressed(rank: int, level: str, hook: str) -> None:
 
 
 WHOLE: Any = [Replicate()]
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_a_step_has_one_collective_of_one_number(wrap: str, level: str) -> None:
-    world(SIZES[wrap]).run(check_collectives, wrap, level)
-
-
-@pytest.mark.parametrize("backend", ["gloo"], indirect=True)  # NCCL's watchdog ends the process
-def test_a_rank_that_raises_leaves_the_others_with_an_error_that_names_the_collective() -> None:
-    world(2).run(check_rank_that_raises)
-
-
-def test_ranks_that_are_seeded_apart_round_alike() -> None:
-    world(2).run(check_rounding)
 
 
 @pytest.mark.parametrize(("wrap", "size"), [("fsdp2", 2), ("hsdp", 4)])

@@ -25,7 +25,7 @@ from tests.distributed.models import (
     make_optimizer,
     weights_of,
 )
-from tests.distributed.world import world
+from tests.distributed.world import ranks, world
 from tests.levels import DYNAMIC, LEVELS
 
 HALF = 2
@@ -110,7 +110,12 @@ def resume(rank: int, path: str, wrap: str, level: str, optimizer: str, same: bo
         assert amp.loss_scale() == expected["scale"] == 256.0 * 16
 
 
-def save_to_one_file(rank: int, path: str, wrap: str, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "sp"])
+def test_torchs_full_state_dict_goes_to_one_file_and_back(
+    rank: int, path: str, wrap: str, level: str
+) -> None:
     """By torch's own functions: whole tensors on the CPU, as `torch.save` takes them, and back."""
     model, wrapped, made = prepared(wrap, level, "adamw")
     steps(wrapped, made, 0, HALF)
@@ -187,12 +192,6 @@ def test_a_run_resumes_at_another_level(wrap: str, there: str, here: str, path: 
 def test_what_is_saved_meanwhile_is_what_it_was(wrap: str, level: str, path: str) -> None:
     world(2).run(save_half, path, wrap, level, "fused", True)
     world(2).run(resume, path, wrap, level, "fused", True)
-
-
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2", "sp"])
-def test_torchs_full_state_dict_goes_to_one_file_and_back(wrap: str, level: str, path: str) -> None:
-    world(2).run(save_to_one_file, path, wrap, level)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])

@@ -18,7 +18,7 @@ from amp.casting import fp8_linear
 from amp.profiles.fp8_recipe import FP4
 from tests import fp8_models
 from tests.distributed.models import assert_equal_on_ranks
-from tests.distributed.world import world
+from tests.distributed.world import ranks
 from tests.fp8_models import RECIPE_NAMES, batches, factors_of, history, initialize
 
 RANKS = 2
@@ -66,7 +66,16 @@ def wrapped(wrap: str, level: str, fp8: Any, **more: Any) -> tuple[Any, Any]:
     return (DistributedDataParallel(model) if wrap == "ddp" else model), optimizer
 
 
-def check_against_one_process(rank: int, wrap: str, level: str, recipe: str) -> None:
+FEW = [("fsdp2", "O5", "current"), ("fsdp2", "O4", "delayed"), ("ddp", "O5", "block")]
+ALL = itertools.product(("ddp", "fsdp2"), ("O4", "O5"), RECIPE_NAMES)
+
+
+@ranks(RANKS)
+@pytest.mark.parametrize(
+    ("wrap", "level", "recipe"),
+    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FEW)],
+)
+def test_ranks_train_as_one_process(rank: int, wrap: str, level: str, recipe: str) -> None:
     """Every rank has the whole batch, so the gradients are those of one process."""
     data = list(itertools.islice(batches(), 3))
     # Ranks draw different bits, so that the noise of their gradients is independent.
@@ -91,19 +100,9 @@ def check_against_one_process(rank: int, wrap: str, level: str, recipe: str) -> 
     amp.get_session().close()
 
 
-FEW = [("fsdp2", "O5", "current"), ("fsdp2", "O4", "delayed"), ("ddp", "O5", "block")]
-ALL = itertools.product(("ddp", "fsdp2"), ("O4", "O5"), RECIPE_NAMES)
-
-
-@pytest.mark.parametrize(
-    ("wrap", "level", "recipe"),
-    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FEW)],
-)
-def test_ranks_train_as_one_process(wrap: str, level: str, recipe: str) -> None:
-    world(RANKS).run(check_against_one_process, wrap, level, recipe)
-
-
-def check_resumed(rank: int, wrap: str) -> None:
+@ranks(RANKS)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_resumed_run_in_fp4_is_the_uninterrupted_one(rank: int, wrap: str) -> None:
     found = []
     for resumes in (False, True):
         model, optimizer = wrapped(wrap, "O5", "nvfp4")
@@ -132,12 +131,13 @@ def check_resumed(rank: int, wrap: str) -> None:
     amp.get_session().close()
 
 
+@ranks(RANKS)
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_a_resumed_run_in_fp4_is_the_uninterrupted_one(wrap: str) -> None:
-    world(RANKS).run(check_resumed, wrap)
-
-
-def check_shared(rank: int, wrap: str, level: str, shares: bool) -> None:
+@pytest.mark.parametrize("level", ["O2", "O4"])
+@pytest.mark.parametrize("shares", [True, False])
+def test_scales_are_equal_on_all_ranks_by_one_collective(
+    rank: int, wrap: str, level: str, shares: bool
+) -> None:
     fp8 = {"recipe": "delayed", "reduce_amax": shares}
     model, optimizer = wrapped(wrap, level, fp8)
     seen = []
@@ -167,14 +167,8 @@ def check_shared(rank: int, wrap: str, level: str, shares: bool) -> None:
     amp.get_session().close()
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("level", ["O2", "O4"])
-@pytest.mark.parametrize("shares", [True, False])
-def test_scales_are_equal_on_all_ranks_by_one_collective(wrap: str, level: str, shares: bool) -> None:
-    world(RANKS).run(check_shared, wrap, level, shares)
-
-
-def check_bare(rank: int) -> None:
+@ranks(RANKS)
+def test_a_bare_step_shares_too(rank: int) -> None:
     model, optimizer = wrapped("ddp", "O4", "delayed")
     for x, y in itertools.islice(batches(seed=rank), 2):
         optimizer.zero_grad()
@@ -185,11 +179,9 @@ def check_bare(rank: int) -> None:
     amp.get_session().close()
 
 
-def test_a_bare_step_shares_too() -> None:
-    world(RANKS).run(check_bare)
-
-
-def check_overflow(rank: int, recipe: str) -> None:
+@ranks(RANKS)
+@pytest.mark.parametrize("recipe", ["current", "delayed"])
+def test_an_overflow_on_one_rank_skips_on_all(rank: int, recipe: str) -> None:
     model, optimizer = wrapped("ddp", "O2", recipe)
     x, y = next(batches(seed=rank))
     x = x.detach()
@@ -204,8 +196,3 @@ def check_overflow(rank: int, recipe: str) -> None:
         assert history().amaxes.isfinite().all()
         assert_equal_on_ranks([history().amaxes])
     amp.get_session().close()
-
-
-@pytest.mark.parametrize("recipe", ["current", "delayed"])
-def test_an_overflow_on_one_rank_skips_on_all(recipe: str) -> None:
-    world(RANKS).run(check_overflow, recipe)

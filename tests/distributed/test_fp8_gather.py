@@ -22,7 +22,7 @@ from amp.errors import AmpRuntimeError
 from tests.distributed import models
 from tests.distributed.test_dcp import load, state_of
 from tests.distributed.test_fp8 import net, step, weights
-from tests.distributed.world import world
+from tests.distributed.world import ranks, world
 from tests.fp8_models import batches, initialize
 
 
@@ -98,7 +98,8 @@ def test_weights_travel_in_fp8_with_the_bits_of_quantizing_then(size: int) -> No
     world(size).run(check_bits)  # shards of 3 ranks are uneven
 
 
-def check_copies(_: int) -> None:
+@ranks(4)
+def test_hybrid_shards_travel_in_fp8(rank: int) -> None:
     """Two shards, and two copies of each: scales are of the shards."""
     mesh = models.mesh("copies", "data")
     fp8 = {"recipe": "current", "power_of_2_scales": False}
@@ -107,10 +108,6 @@ def check_copies(_: int) -> None:
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         assert torch.equal(one, other), i
     assert after.gathered == before.gathered // 2
-
-
-def test_hybrid_shards_travel_in_fp8() -> None:
-    world(4).run(check_copies)
 
 
 def check_checkpoint(_: int, path: str) -> None:
@@ -141,7 +138,9 @@ def test_a_checkpoint_of_weights_that_travel_goes_on_bit_for_bit(tmp_path: Path)
     world(2).run(check_checkpoint, str(tmp_path))
 
 
-def check_compiled(_: int) -> None:
+@ranks(2)
+@pytest.mark.slow
+def test_a_compiled_layer_takes_the_weight_that_travelled(rank: int) -> None:
     """A layer that is compiled gets what FSDP2 has gathered, step by step."""
     found = []
     for all_gather in (False, True):
@@ -158,12 +157,8 @@ def check_compiled(_: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
-@pytest.mark.slow
-def test_a_compiled_layer_takes_the_weight_that_travelled() -> None:
-    world(2).run(check_compiled)
-
-
-def check_refused(_: int) -> None:
+@ranks(2)
+def test_what_cannot_travel_is_refused_by_name(rank: int) -> None:
     fp8 = {"recipe": "current", "all_gather": True}
     cases = [
         (sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)), "'first' .* kept on the CPU"),
@@ -177,11 +172,8 @@ def check_refused(_: int) -> None:
         initialize(net(), "O4", fp8)
 
 
-def test_what_cannot_travel_is_refused_by_name() -> None:
-    world(2).run(check_refused)
-
-
-def check_refused_of_four(_: int) -> None:
+@ranks(4)
+def test_what_needs_four_ranks_and_cannot_travel_is_refused_by_name(rank: int) -> None:
     mesh = models.mesh("data", "model")
     cut: Any = parallelize_module(
         net(), mesh["model"], {"first": ColwiseParallel(), "second": RowwiseParallel()}
@@ -197,11 +189,8 @@ def check_refused_of_four(_: int) -> None:
             initialize(model, "O4", {"recipe": "current", "all_gather": True})
 
 
-def test_what_needs_four_ranks_and_cannot_travel_is_refused_by_name() -> None:
-    world(4).run(check_refused_of_four)
-
-
-def check_life(_: int) -> None:
+@ranks(2)
+def test_sessions_and_checkpoints_of_weights_that_travel(rank: int) -> None:
     """Second sessions, state dicts, weights that are loaded, and frozen ones."""
     x, _y = next(batches())
     model = sharded()
@@ -226,7 +215,3 @@ def check_life(_: int) -> None:
         model.load_state_dict(state)
         amp.get_session().close()
         assert torch.equal(model(x), plain)
-
-
-def test_sessions_and_checkpoints_of_weights_that_travel() -> None:
-    world(2).run(check_life)

@@ -27,7 +27,7 @@ import amp
 from amp.errors import AmpRuntimeError
 from tests.distributed import models
 from tests.distributed.models import assert_equal_on_ranks, whole
-from tests.distributed.world import world
+from tests.distributed.world import ranks
 from tests.fp8_models import factors_of, history, initialize
 
 RANKS = 2
@@ -82,7 +82,9 @@ def results(model: Any, level: str, fp8: Any) -> list[dict[str, Tensor]]:
     return found
 
 
-def check_layer(rank: int, recipe: str) -> None:
+@ranks(RANKS)
+@pytest.mark.parametrize("recipe", EXACT)
+def test_a_layer_has_the_bits_of_one_process(rank: int, recipe: str) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     for level in ("O2", "O4", "O5"):
         for name, style in STYLES.items():
@@ -100,11 +102,6 @@ def check_layer(rank: int, recipe: str) -> None:
                         assert error < 2**-8, (level, name, step, what, error)
                     else:
                         assert torch.equal(value, theirs[what]), (level, name, step, what)
-
-
-@pytest.mark.parametrize("recipe", EXACT)
-def test_a_layer_has_the_bits_of_one_process(recipe: str) -> None:
-    world(RANKS).run(check_layer, recipe)
 
 
 def wide() -> Any:
@@ -127,7 +124,19 @@ def trained(model: Any, level: str, recipe: Any, steps: int = STEPS) -> dict[str
     return found
 
 
-def check_trained(rank: int, kind: str, level: str, recipe: str) -> None:
+@ranks(models.SIZES)
+@pytest.mark.parametrize(
+    ("kind", "level", "recipe"),
+    [
+        ("sp", "O5", "current"),
+        ("sp", "O5", "delayed"),
+        pytest.param("tp", "O4", "mxfp8", marks=pytest.mark.slow),
+        pytest.param("fsdp2+tp", "O5", "current", marks=pytest.mark.slow),
+        pytest.param("fsdp2+tp", "O4", "delayed", marks=pytest.mark.slow),
+        pytest.param("fsdp2+sp", "O5", "rowwise", marks=pytest.mark.slow),
+    ],
+)
+def test_a_network_trains_as_in_one_process(rank: int, kind: str, level: str, recipe: str) -> None:
     start = models.weights_of(wide())
     expected = trained(wide(), level, recipe)
     found = trained(models.WRAPS[kind](wide()), level, recipe)
@@ -140,22 +149,8 @@ def check_trained(rank: int, kind: str, level: str, recipe: str) -> None:
     assert_equal_on_ranks(found.values())
 
 
-@pytest.mark.parametrize(
-    ("kind", "level", "recipe"),
-    [
-        ("sp", "O5", "current"),
-        ("sp", "O5", "delayed"),
-        pytest.param("tp", "O4", "mxfp8", marks=pytest.mark.slow),
-        pytest.param("fsdp2+tp", "O5", "current", marks=pytest.mark.slow),
-        pytest.param("fsdp2+tp", "O4", "delayed", marks=pytest.mark.slow),
-        pytest.param("fsdp2+sp", "O5", "rowwise", marks=pytest.mark.slow),
-    ],
-)
-def test_a_network_trains_as_in_one_process(kind: str, level: str, recipe: str) -> None:
-    world(models.SIZES[kind]).run(check_trained, kind, level, recipe)
-
-
-def check_collectives(rank: int) -> None:
+@ranks(RANKS)
+def test_delayed_reduces_once_a_step_as_soon_as_amaxes_are_known(rank: int) -> None:
     """Count the reductions of each step, with a layer that no optimizer has, and one that it has."""
     mesh = init_device_mesh("cpu", (RANKS,))
     model = nn.Sequential(*lone_layer(), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
@@ -184,11 +179,8 @@ def check_collectives(rank: int) -> None:
     assert (history().amaxes[1] > 0).all()
 
 
-def test_delayed_reduces_once_a_step_as_soon_as_amaxes_are_known() -> None:
-    world(RANKS).run(check_collectives)
-
-
-def check_life(rank: int) -> None:
+@ranks(RANKS)
+def test_copies_recomputation_evaluation_and_closing(rank: int) -> None:
     """Evaluate, recompute, copy, and close."""
     mesh = init_device_mesh("cpu", (RANKS,))
     model = parallelize_module(lone_layer(), mesh, {"0": STYLES["colwise"]()})
@@ -210,11 +202,8 @@ def check_life(rank: int) -> None:
     assert torch.equal(model(x), plain)
 
 
-def test_copies_recomputation_evaluation_and_closing() -> None:
-    world(RANKS).run(check_life)
-
-
-def check_refused(rank: int) -> None:
+@ranks(RANKS)
+def test_what_is_not_supported_is_refused_by_name(rank: int) -> None:
     mesh = init_device_mesh("cpu", (RANKS,))
     style: Any = {"0": ColwiseParallel()}
     spread = nn.Sequential(nn.Linear(WIDTH, 144))
@@ -241,7 +230,3 @@ def check_refused(rank: int) -> None:
     parallelize_module(model, mesh, style)
     with pytest.raises(AmpRuntimeError, match="needs parts .* multiples of 128"):
         model(torch.randn(16, WIDTH))
-
-
-def test_what_is_not_supported_is_refused_by_name() -> None:
-    world(RANKS).run(check_refused)

@@ -30,7 +30,7 @@ from tests.distributed.models import (
     train,
     weights_of,
 )
-from tests.distributed.world import world
+from tests.distributed.world import ranks
 from tests.levels import DYNAMIC, LEVELS, WITH_MASTERS, levels_where
 
 CAST = levels_where(lambda properties: properties.cast_model_type in (torch.float16, torch.bfloat16))
@@ -49,7 +49,9 @@ def gathered(model: Any) -> dict[str, torch.dtype]:
     return dtypes
 
 
-def check_the_public_way(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_fsdp_policy_is_what_initialize_sets(rank: int, level: str) -> None:
     """`fsdp_policy` and `initialize` alone give the same run."""
     results = []
     for options in ({}, {"mp_policy": amp.fsdp_policy(level)}):
@@ -63,7 +65,9 @@ def check_the_public_way(rank: int, level: str) -> None:
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def check_shards_are_masters(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_fp32_shards_are_the_masters_and_norms_are_gathered_in_fp32(rank: int, level: str) -> None:
     model = shard(make("pictures"))
     shards = dict(model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in shards.items()}
@@ -80,7 +84,11 @@ def check_shards_are_masters(rank: int, level: str) -> None:
     assert model(x).dtype is torch.float32
 
 
-def check_contradictions(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", CAST)
+def test_a_policy_that_contradicts_the_level_is_refused_before_anything_is_touched(
+    rank: int, level: str
+) -> None:
     other = torch.bfloat16 if level in ("O2", "O3") else torch.float16
     low = torch.float16 if level in ("O2", "O3") else torch.bfloat16
     for policy, options in (
@@ -97,7 +105,9 @@ def check_contradictions(rank: int, level: str) -> None:
         optimizer.step()
 
 
-def check_after_a_forward(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", CAST)
+def test_a_model_may_have_run_a_forward(rank: int, level: str) -> None:
     results = []
     for has_run in (False, True):
         model = shard(make("pictures"))
@@ -119,7 +129,9 @@ def check_after_a_forward(rank: int, level: str) -> None:
     assert state.keys() == state_after.keys()
 
 
-def check_again(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_initialize_may_be_called_again(rank: int, level: str) -> None:
     """The same notebook cell may be run twice, with the model that was trained in between."""
     model = shard(make())
     for _ in range(2):
@@ -130,7 +142,9 @@ def check_again(rank: int, level: str) -> None:
         amp.get_session().close()
 
 
-def check_failure_takes_policies_back(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", CAST)
+def test_a_failed_initialize_takes_policies_back(rank: int, level: str) -> None:
     model = shard(make("pictures"))
     before = dict(model.named_parameters())
 
@@ -149,7 +163,9 @@ def check_failure_takes_policies_back(rank: int, level: str) -> None:
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
 
 
-def check_close(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", CAST)
+def test_after_close_the_model_is_in_fp32(rank: int, level: str) -> None:
     """After `close` a model that was trained is one in FP32, for a last evaluation or more training."""
     for stays, masters in itertools.product((False, True), (None, "split16", "split24")):
         model = shard(make("pictures"), reshard_after_forward=not stays)
@@ -169,7 +185,9 @@ def check_close(rank: int, level: str) -> None:
         assert set(gathered(model).values()) == {torch.float32}
 
 
-def check_own_policy_at_o0(rank: int, which: int) -> None:
+@ranks(2)
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_policy_of_the_users_works_at_o0(rank: int, which: int) -> None:
     """A policy of the user's goes on working; amp casts nothing."""
     seen = []
     if which == 1:
@@ -184,7 +202,9 @@ def check_own_policy_at_o0(rank: int, which: int) -> None:
     assert set(seen) == {torch.bfloat16}
 
 
-def check_fsdp1(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", [level for level in DYNAMIC if level in NOT_CAST])
+def test_the_first_fsdp_agrees_on_an_overflow(rank: int, level: str) -> None:
     """The first FSDP agrees on an overflow in one rank's shard."""
     model = fsdp1(make())
     model, optimizer = initialize(model, sgd(model), level, loss_scale={"init": 1024.0})
@@ -202,7 +222,8 @@ def check_fsdp1(rank: int, level: str) -> None:
     assert_equal_on_ranks([torch.tensor(scales)])
 
 
-def check_fsdp1_refused(rank: int) -> None:
+@ranks(2)
+def test_what_the_first_fsdp_cannot_do_is_refused(rank: int) -> None:
     model = fsdp1(make())
     for level in CAST:
         with pytest.raises(amp.AmpError, match="FullyShardedDataParallel.*fully_shard instead"):
@@ -225,7 +246,9 @@ def check_fsdp1_refused(rank: int) -> None:
         amp.get_session().close()
 
 
-def check_units_of_norms(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_units_of_norms_and_parts_of_models_train(rank: int, level: str) -> None:
     """Norms in units of their own, and a model of which only a part is cut."""
     model = make("pictures")
     fully_shard(model.norm, mesh=mesh("data"))
@@ -240,57 +263,3 @@ def check_units_of_norms(rank: int, level: str) -> None:
             scaled_loss.backward()
         optimizer.step()
     assert_equal_on_ranks(weights_of(model).values())
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_fsdp_policy_is_what_initialize_sets(level: str) -> None:
-    world(2).run(check_the_public_way, level)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_fp32_shards_are_the_masters_and_norms_are_gathered_in_fp32(level: str) -> None:
-    world(2).run(check_shards_are_masters, level)
-
-
-@pytest.mark.parametrize("level", CAST)
-def test_a_policy_that_contradicts_the_level_is_refused_before_anything_is_touched(level: str) -> None:
-    world(2).run(check_contradictions, level)
-
-
-@pytest.mark.parametrize("level", CAST)
-def test_a_model_may_have_run_a_forward(level: str) -> None:
-    world(2).run(check_after_a_forward, level)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_initialize_may_be_called_again(level: str) -> None:
-    world(2).run(check_again, level)
-
-
-@pytest.mark.parametrize("level", CAST)
-def test_a_failed_initialize_takes_policies_back(level: str) -> None:
-    world(2).run(check_failure_takes_policies_back, level)
-
-
-@pytest.mark.parametrize("level", CAST)
-def test_after_close_the_model_is_in_fp32(level: str) -> None:
-    world(2).run(check_close, level)
-
-
-@pytest.mark.parametrize("which", [1, 2])
-def test_a_policy_of_the_users_works_at_o0(which: int) -> None:
-    world(2).run(check_own_policy_at_o0, which)
-
-
-@pytest.mark.parametrize("level", [level for level in DYNAMIC if level in NOT_CAST])
-def test_the_first_fsdp_agrees_on_an_overflow(level: str) -> None:
-    world(2).run(check_fsdp1, level)
-
-
-def test_what_the_first_fsdp_cannot_do_is_refused() -> None:
-    world(2).run(check_fsdp1_refused)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_units_of_norms_and_parts_of_models_train(level: str) -> None:
-    world(2).run(check_units_of_norms, level)

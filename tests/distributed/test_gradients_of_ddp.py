@@ -21,7 +21,7 @@ from tests.distributed.models import (
     make,
     weights_of,
 )
-from tests.distributed.world import world
+from tests.distributed.world import ranks
 
 LEVELS: dict[str, dict[str, Any]] = {"O1": {"loss_scale": 128.0}, "O2": {"loss_scale": 128.0}, "O5": {}}
 
@@ -140,7 +140,9 @@ SCRIPTS: dict[str, Callable[[Training], None]] = {
 }
 
 
-def check_script(rank: int, script: str, level: str, fused: bool) -> None:
+@ranks(2)
+@pytest.mark.parametrize(("script", "level", "fused"), covering(SCRIPTS, LEVELS, [False, True]))
+def test_a_script_trains_as_in_fp32(rank: int, script: str, level: str, fused: bool) -> None:
     for views in (False, True):
         moved = []
         for each in (None, level):
@@ -155,8 +157,3 @@ def check_script(rank: int, script: str, level: str, fused: bool) -> None:
         expected, found = moved
         assert expected.norm() > 1e-4
         assert (found - expected).norm() < 0.03 * expected.norm()
-
-
-@pytest.mark.parametrize(("script", "level", "fused"), covering(SCRIPTS, LEVELS, [False, True]))
-def test_a_script_trains_as_in_fp32(script: str, level: str, fused: bool) -> None:
-    world(2).run(check_script, script, level, fused)

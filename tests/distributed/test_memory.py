@@ -19,7 +19,7 @@ import amp
 from amp.numerics.memory import footprint
 from amp.optimizers import FusedAdam
 from tests.distributed.models import mesh
-from tests.distributed.world import world
+from tests.distributed.world import ranks, world
 from tests.levels import DYNAMIC
 
 WIDTH = 32
@@ -114,9 +114,6 @@ def trained(moves: bool) -> list[Tensor]:
     return result
 
 
-def check_moved_shards(rank: int) -> None:
+@ranks(2)
+def test_shards_that_have_moved_are_stepped_where_they_are(rank: int) -> None:
     assert all(map(torch.equal, trained(moves=True), trained(moves=False)))
-
-
-def test_shards_that_have_moved_are_stepped_where_they_are() -> None:
-    world(2).run(check_moved_shards)

@@ -28,11 +28,14 @@ from tests.distributed.models import (
     train,
     weights_of,
 )
-from tests.distributed.world import world
+from tests.distributed.world import ranks
 from tests.levels import DYNAMIC, LEVELS
 
 
-def check_pipeline(rank: int, level: str, schedule: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_pipeline_scales_its_loss_inside_the_schedule(rank: int, level: str, schedule: str) -> None:
     """Two stages, whose schedule calls backward itself, do what one process does."""
     # The schedule divides by the number of micro-batches at its end: until then sums are larger.
     scaling: dict[str, Any] = {"loss_scale": {"init": 256.0}} if level in DYNAMIC else {}
@@ -71,7 +74,9 @@ def check_pipeline(rank: int, level: str, schedule: str) -> None:
     assert error.sqrt() < (1e-4 if level == "O0" else 0.1) * moved.sqrt(), (error, moved)
 
 
-def check_loss_parallel(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_loss_parallel_trains(rank: int, level: str) -> None:
     """Logits that are cut along the classes, and a loss that leaves them so."""
 
     def trained(wrap: bool) -> dict[str, Tensor]:
@@ -102,7 +107,10 @@ def check_loss_parallel(rank: int, level: str) -> None:
     assert_equal_on_ranks(weights.values())
 
 
-def check_grad_scaler(rank: int, wrap: str, optimizer: str) -> None:
+@ranks(SIZES)
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+@pytest.mark.parametrize("wrap", ["fsdp2", "hsdp", "sp", "fsdp2+sp"])
+def test_grad_scaler_agrees_over_the_ranks(rank: int, wrap: str, optimizer: str) -> None:
     """Torch's own loop, with this library's scaler: sums to be made, and an inf on one rank."""
     model = WRAPS[wrap](make())
     made = make_optimizer(optimizer, model)
@@ -127,7 +135,10 @@ def check_grad_scaler(rank: int, wrap: str, optimizer: str) -> None:
     assert_equal_on_ranks([*after.values(), torch.tensor(scales)])
 
 
-def check_compiled(rank: int, wrap: str, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", DYNAMIC)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_compiled_models_accumulate_without_reduction(rank: int, wrap: str, level: str) -> None:
     """A compiled model accumulates under no_sync as an eager one does."""
     model = make()
     if wrap in WRAPS:
@@ -148,26 +159,3 @@ def check_compiled(rank: int, wrap: str, level: str) -> None:
             scaled_loss.backward()
     optimizer.step()
     assert_equal_on_ranks(weights_of(model).values())
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_pipeline_scales_its_loss_inside_the_schedule(level: str, schedule: str) -> None:
-    world(2).run(check_pipeline, level, schedule)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_loss_parallel_trains(level: str) -> None:
-    world(2).run(check_loss_parallel, level)
-
-
-@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
-@pytest.mark.parametrize("wrap", ["fsdp2", "hsdp", "sp", "fsdp2+sp"])
-def test_grad_scaler_agrees_over_the_ranks(wrap: str, optimizer: str) -> None:
-    world(SIZES[wrap]).run(check_grad_scaler, wrap, optimizer)
-
-
-@pytest.mark.parametrize("level", DYNAMIC)
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_compiled_models_accumulate_without_reduction(wrap: str, level: str) -> None:
-    world(2).run(check_compiled, wrap, level)

@@ -19,7 +19,7 @@ from amp import dcp
 from amp.kernels.tensor_lists import local
 from amp.optimizers import FusedAdam
 from tests.distributed.models import initialize, mesh, shard, whole
-from tests.distributed.world import world
+from tests.distributed.world import ranks, world
 
 KINDS: dict[str, dict[str, Any]] = {
     "small": {"master_weights": "split24", "state_dtype": "packed16"},
@@ -130,7 +130,8 @@ def check_loads(rank: int, folder: str) -> None:
     assert_same(found, kept(optimizer))
 
 
-def check_cut_inside(rank: int) -> None:
+@ranks(4)
+def test_what_is_cut_in_two_inner_dimensions_is_refused(rank: int) -> None:
     """A tensor that is cut in two inner dimensions cannot tell the places of its elements."""
     on = mesh("one", "other")
     weight = nn.Parameter(distribute_tensor(torch.ones(2, 4, 4), on, [Shard(1), Shard(2)]))
@@ -178,7 +179,3 @@ def test_every_mesh_has_the_bits_of_one_process(wrap: str, ranks: int, kind: str
 def test_a_checkpoint_of_four_ranks_goes_on_bit_for_bit_on_two(tmp_path: Path) -> None:
     world(4).run(check_saves, str(tmp_path))
     world(2).run(check_loads, str(tmp_path))
-
-
-def test_what_is_cut_in_two_inner_dimensions_is_refused() -> None:
-    world(4).run(check_cut_inside)

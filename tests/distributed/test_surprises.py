@@ -39,7 +39,7 @@ from tests.distributed.models import (
     whole,
 )
 from tests.distributed.test_synchronization import not_synced
-from tests.distributed.world import world
+from tests.distributed.world import ranks
 from tests.levels import DYNAMIC, LEVELS
 
 QUICK = ["O1", "O2", "O5"]
@@ -117,7 +117,12 @@ HIDDEN: dict[str, Callable[[str], Hidden]] = {
 }
 
 
-def check_hidden(rank: int, kind: str, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", QUICK)
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_accumulation_without_communication_is_seen_wherever_it_hides(
+    rank: int, kind: str, level: str
+) -> None:
     model, optimizer, forward, without_sync = HIDDEN[kind](level)
     for i, (x, y) in enumerate(batches(*data_rank("ddp"))):
         with nullcontext() if i % 2 else without_sync():
@@ -128,7 +133,11 @@ def check_hidden(rank: int, kind: str, level: str) -> None:
     assert_equal_on_ranks(weights_of(model).values())
 
 
-def check_inside(rank: int, wrap: str, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize(
+    ("wrap", "level"), [*(("fsdp2", level) for level in LEVELS), ("fsdp1", "O1"), ("fsdp1", "O4")]
+)
+def test_the_flag_may_be_set_back_before_the_block_ends(rank: int, wrap: str, level: str) -> None:
     """The flag is set back before the block ends, by which time the backward has gone by it."""
     ends = []
     for inside in (False, True):
@@ -150,7 +159,15 @@ def check_inside(rank: int, wrap: str, level: str) -> None:
     assert torch.equal(*ends)
 
 
-def check_dropped(rank: int, how: str, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize(
+    ("how", "level"),
+    # At a scale of 1 a block that raises leaves what it has added, as a loop without amp does.
+    [*(("raise", level) for level in DYNAMIC), *(("zero_grad", level) for level in QUICK)],
+)
+def test_gradients_that_are_dropped_are_dropped_where_fsdp_keeps_them(
+    rank: int, how: str, level: str
+) -> None:
     """What FSDP2 keeps to be reduced later goes with a block that raised, and with zero_grad."""
     ends = []
     for happens in (False, True):
@@ -178,7 +195,9 @@ def check_dropped(rank: int, how: str, level: str) -> None:
     assert torch.equal(*ends)
 
 
-def check_others_are_kept(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", QUICK)
+def test_zero_grad_of_one_optimizer_keeps_what_fsdp_keeps_for_another(rank: int, level: str) -> None:
     """`zero_grad` of one optimizer drops nothing of another's in the same FSDP module."""
     ends = []
     for happens in (False, True):
@@ -199,7 +218,8 @@ def check_others_are_kept(rank: int, level: str) -> None:
     assert not torch.equal(ends[0][name], make().get_parameter(name))
 
 
-def check_others_are_left_alone(rank: int) -> None:
+@ranks(2)
+def test_what_one_model_has_not_reduced_does_not_keep_another_from_its_step(rank: int) -> None:
     """What one model has not reduced is nothing to the optimizer of another."""
     generator, critic = make(), make()
     optimizers = [sgd(generator), sgd(critic)]
@@ -220,7 +240,9 @@ def check_others_are_left_alone(rank: int) -> None:
 # Gradients in memory that others write.
 
 
-def check_bucket_views(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", QUICK)
+def test_held_gradients_survive_a_backward_into_the_same_buckets(rank: int, level: str) -> None:
     """DDP's buckets hold the gradients of two optimizers, and any backward overwrites them."""
     ends = []
     for views in (False, True):
@@ -243,7 +265,9 @@ def check_bucket_views(rank: int, level: str) -> None:
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-5)
 
 
-def check_sums_outside_of_blocks(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", QUICK)
+def test_sums_to_be_made_are_made_outside_of_blocks_too(rank: int, level: str) -> None:
     """Gradients of norms that are sums to be made, of a backward without `scale_loss`."""
     ends = []
     for cut in (False, True):
@@ -263,7 +287,10 @@ def check_sums_outside_of_blocks(rank: int, level: str) -> None:
 # Ranks that would not have agreed.
 
 
-def check_layouts(rank: int, kind: str) -> None:
+@ranks(4)
+@pytest.mark.parametrize("kind", ["lamb", "novograd", "bfloat16"])
+@pytest.mark.slow
+def test_parameters_that_some_ranks_see_alike_are_stepped_apart_on_all(rank: int, kind: str) -> None:
     """Parameters that are cut along one dimension of a mesh each, so that some ranks see them alike."""
     on = mesh("x", "y")
     placements: Any = [[Shard(0), Replicate()], [Replicate(), Shard(0)]]
@@ -284,7 +311,8 @@ def check_layouts(rank: int, kind: str) -> None:
     assert_equal_on_ranks(whole(each) for each in (*weights, *moments))
 
 
-def check_sums_that_fail(rank: int) -> None:
+@ranks(2)
+def test_a_sum_that_cannot_be_made_names_the_collective(rank: int) -> None:
     """As they do in time where another rank has no gradient to sum."""
     model = parallelize_sequence(make())
     model, optimizer = with_sgd(model, "O1")
@@ -303,7 +331,10 @@ def check_sums_that_fail(rank: int) -> None:
         patch.setattr(DTensor, "redistribute", time_out)
 
 
-def check_fsdp1_of_more_dimensions(rank: int, kind: str) -> None:
+@ranks(4)
+@pytest.mark.parametrize("kind", ["hybrid", "tp"])
+@pytest.mark.slow
+def test_the_first_fsdp_agrees_over_all_dimensions(rank: int, kind: str) -> None:
     on = mesh("first", "second")
     if kind == "hybrid":
         strategy = ShardingStrategy.HYBRID_SHARD
@@ -323,7 +354,8 @@ def check_fsdp1_of_more_dimensions(rank: int, kind: str) -> None:
     assert amp.loss_scale() == 512.0
 
 
-def check_grad_scaler_of_fsdp1(rank: int) -> None:
+@ranks(2)
+def test_grad_scaler_agrees_for_the_first_fsdp(rank: int) -> None:
     device = torch.get_default_device()
     model = fsdp1(make())
     optimizer = sgd(model)
@@ -339,7 +371,8 @@ def check_grad_scaler_of_fsdp1(rank: int) -> None:
     assert scaler.get_scale() == 512.0
 
 
-def check_numbers_of_optimizers(rank: int) -> None:
+@ranks(2)
+def test_an_overflow_where_ranks_have_different_numbers_of_optimizers(rank: int) -> None:
     """Stages of a pipeline have one optimizer or several: after an overflow no rank waits for ever."""
     models: list[Any] = [nn.Linear(4, 4) for _ in range(1 + rank)]
     models, optimizers = amp.initialize(
@@ -360,7 +393,8 @@ def check_numbers_of_optimizers(rank: int) -> None:
             optimizer.zero_grad()
 
 
-def check_asking_on_one_rank(rank: int) -> None:
+@ranks(2)
+def test_a_rank_may_ask_alone_whether_a_step_was_skipped(rank: int) -> None:
     """What one rank alone has asked changes nothing of what it does with the others."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (backend, update_scale):
@@ -379,7 +413,9 @@ def check_asking_on_one_rank(rank: int) -> None:
 # What is refused.
 
 
-def check_clipping_of_parts(rank: int, kind: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("kind", ["pipeline", "zero"])
+def test_a_norm_of_one_ranks_parameters_alone_is_refused(rank: int, kind: str) -> None:
     model = make()
     part = (model.layers, model.head)[rank]
     group: Any = distributed.group.WORLD
@@ -397,7 +433,9 @@ def check_clipping_of_parts(rank: int, kind: str) -> None:
     initialize(cut, FusedAdam(cut.parameters(), max_grad_norm=1.0), "O1", process_group=group)
 
 
-def check_late_process_group(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_a_process_group_that_comes_after_the_masters_is_refused(rank: int, level: str) -> None:
     model = make()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(amp.distributed, "world_size", lambda: 1)
@@ -406,7 +444,8 @@ def check_late_process_group(rank: int, level: str) -> None:
         DistributedDataParallel(model)
 
 
-def check_closed_session(rank: int) -> None:
+@ranks(2)
+def test_a_closed_session_refuses_nothing(rank: int) -> None:
     """A session that is closed, and still held by somebody, has no say in what comes after it."""
     model = make()
     with pytest.MonkeyPatch.context() as patch:
@@ -446,7 +485,9 @@ class WithTimes(nn.Module):
         return self.layers[0](x, torch.linspace(0, 1000, WIDTH))
 
 
-def check_inputs_keep_their_dtype(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", ["O2", "O5"])
+def test_modules_under_fsdp2_get_the_inputs_that_they_get_without(rank: int, level: str) -> None:
     torch.manual_seed(0)
     plain, cut = WithTimes(), WithTimes()
     cut.load_state_dict(plain.state_dict())
@@ -459,7 +500,12 @@ def check_inputs_keep_their_dtype(rank: int, level: str) -> None:
     assert torch.equal(*results)
 
 
-def check_looking_at_checkpoints_meanwhile(rank: int, wrap: str, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", QUICK)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_looking_at_a_checkpoint_between_micro_batches_changes_nothing(
+    rank: int, wrap: str, level: str
+) -> None:
     """`get_state_dict` before the first step makes the optimizer's state, and takes no gradients."""
     ends = []
     for looks in (False, True):
@@ -480,72 +526,8 @@ def check_looking_at_checkpoints_meanwhile(rank: int, wrap: str, level: str) -> 
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("level", QUICK)
-@pytest.mark.parametrize("kind", HIDDEN)
-def test_accumulation_without_communication_is_seen_wherever_it_hides(kind: str, level: str) -> None:
-    world(2).run(check_hidden, kind, level)
-
-
-@pytest.mark.parametrize(
-    ("wrap", "level"), [*(("fsdp2", level) for level in LEVELS), ("fsdp1", "O1"), ("fsdp1", "O4")]
-)
-def test_the_flag_may_be_set_back_before_the_block_ends(wrap: str, level: str) -> None:
-    world(2).run(check_inside, wrap, level)
-
-
-@pytest.mark.parametrize(
-    ("how", "level"),
-    # At a scale of 1 a block that raises leaves what it has added, as a loop without amp does.
-    [*(("raise", level) for level in DYNAMIC), *(("zero_grad", level) for level in QUICK)],
-)
-def test_gradients_that_are_dropped_are_dropped_where_fsdp_keeps_them(how: str, level: str) -> None:
-    world(2).run(check_dropped, how, level)
-
-
-@pytest.mark.parametrize("level", QUICK)
-def test_zero_grad_of_one_optimizer_keeps_what_fsdp_keeps_for_another(level: str) -> None:
-    world(2).run(check_others_are_kept, level)
-
-
-def test_what_one_model_has_not_reduced_does_not_keep_another_from_its_step() -> None:
-    world(2).run(check_others_are_left_alone)
-
-
-@pytest.mark.parametrize("level", QUICK)
-def test_held_gradients_survive_a_backward_into_the_same_buckets(level: str) -> None:
-    world(2).run(check_bucket_views, level)
-
-
-@pytest.mark.parametrize("level", QUICK)
-def test_sums_to_be_made_are_made_outside_of_blocks_too(level: str) -> None:
-    world(2).run(check_sums_outside_of_blocks, level)
-
-
-@pytest.mark.parametrize("kind", ["lamb", "novograd", "bfloat16"])
-@pytest.mark.slow
-def test_parameters_that_some_ranks_see_alike_are_stepped_apart_on_all(kind: str) -> None:
-    world(4).run(check_layouts, kind)
-
-
-def test_a_sum_that_cannot_be_made_names_the_collective() -> None:
-    world(2).run(check_sums_that_fail)
-
-
-@pytest.mark.parametrize("kind", ["hybrid", "tp"])
-@pytest.mark.slow
-def test_the_first_fsdp_agrees_over_all_dimensions(kind: str) -> None:
-    world(4).run(check_fsdp1_of_more_dimensions, kind)
-
-
-def test_grad_scaler_agrees_for_the_first_fsdp() -> None:
-    world(2).run(check_grad_scaler_of_fsdp1)
-
-
-def test_a_rank_may_ask_alone_whether_a_step_was_skipped() -> None:
-    world(2).run(check_asking_on_one_rank)
-
-
-def check_overflow_on_one_rank(rank: int) -> None:
+@ranks(2)
+def test_a_rank_may_ask_alone_whether_gradients_overflowed(rank: int) -> None:
     model: Any = DistributedDataParallel(nn.Linear(WIDTH, 2).half())
     args = {"init_scale": 4.0}
     optimizer = FP16_Optimizer(sgd(model), dynamic_loss_scale=True, dynamic_loss_args=args)
@@ -562,36 +544,3 @@ def check_overflow_on_one_rank(rank: int) -> None:
             for parameter in group["params"]:
                 parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
     assert rank or optimizer.overflow
-
-
-def test_a_rank_may_ask_alone_whether_gradients_overflowed() -> None:
-    world(2).run(check_overflow_on_one_rank)
-
-
-def test_an_overflow_where_ranks_have_different_numbers_of_optimizers() -> None:
-    world(2).run(check_numbers_of_optimizers)
-
-
-@pytest.mark.parametrize("kind", ["pipeline", "zero"])
-def test_a_norm_of_one_ranks_parameters_alone_is_refused(kind: str) -> None:
-    world(2).run(check_clipping_of_parts, kind)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_process_group_that_comes_after_the_masters_is_refused(level: str) -> None:
-    world(2).run(check_late_process_group, level)
-
-
-def test_a_closed_session_refuses_nothing() -> None:
-    world(2).run(check_closed_session)
-
-
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_modules_under_fsdp2_get_the_inputs_that_they_get_without(level: str) -> None:
-    world(2).run(check_inputs_keep_their_dtype, level)
-
-
-@pytest.mark.parametrize("level", QUICK)
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_looking_at_a_checkpoint_between_micro_batches_changes_nothing(wrap: str, level: str) -> None:
-    world(2).run(check_looking_at_checkpoints_meanwhile, wrap, level)

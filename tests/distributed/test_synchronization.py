@@ -22,7 +22,7 @@ from tests.distributed.models import (
     make,
     whole,
 )
-from tests.distributed.world import world
+from tests.distributed.world import ranks, world
 from tests.levels import DYNAMIC, LEVELS, WITH_MASTERS
 
 FSDP1_LEVELS = [level for level in LEVELS if level in ("O0", "O1", "O4")]
@@ -95,7 +95,10 @@ def check_accumulates(rank: int, wrap: str, level: str) -> None:
         assert amp.loss_scale() == (512.0 if wrap == "ddp static" else 256.0)
 
 
-def check_other_scale_is_refused(rank: int, wrap: str, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("level", DYNAMIC)
+def test_a_block_of_another_scale_between_them_is_refused(rank: int, wrap: str, level: str) -> None:
     """Before anything is touched: the accumulated gradients can still be stepped on."""
     model, wrapped, optimizer = prepared(wrap, level, num_losses=2)
     (x, y), *_ = batches(*data_rank(wrap))
@@ -113,7 +116,9 @@ def check_other_scale_is_refused(rank: int, wrap: str, level: str) -> None:
     assert_equal_on_ranks(whole(value) for value in model.state_dict().values())
 
 
-def check_step_without_sync_warns(rank: int, wrap: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_step_on_gradients_that_were_never_reduced_warns(rank: int, wrap: str) -> None:
     _, wrapped, optimizer = prepared(wrap, "O1")
     (x, y), *_ = batches(*data_rank(wrap))
     with without_sync(wrapped), amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
@@ -122,7 +127,9 @@ def check_step_without_sync_warns(rank: int, wrap: str) -> None:
         optimizer.step()
 
 
-def check_join(rank: int, level: str) -> None:
+@ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_join_is_refused_where_ranks_would_part(rank: int, level: str) -> None:
     _, wrapped, optimizer = prepared("ddp", level)
     allowed = level not in WITH_MASTERS and level not in DYNAMIC
     raises = nullcontext() if allowed else pytest.raises(amp.AmpError, match="join.*drop_last=True")
@@ -152,19 +159,3 @@ def test_so_they_do_under_the_first_fsdp(level: str) -> None:
 @pytest.mark.slow
 def test_so_they_do_under_hsdp(level: str) -> None:
     world(4).run(check_accumulates, "hsdp", level)
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("level", DYNAMIC)
-def test_a_block_of_another_scale_between_them_is_refused(wrap: str, level: str) -> None:
-    world(2).run(check_other_scale_is_refused, wrap, level)
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_a_step_on_gradients_that_were_never_reduced_warns(wrap: str) -> None:
-    world(2).run(check_step_without_sync_warns, wrap)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_join_is_refused_where_ranks_would_part(level: str) -> None:
-    world(2).run(check_join, level)

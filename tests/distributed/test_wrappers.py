@@ -25,7 +25,7 @@ from tests.distributed.models import (
     train,
     weights_of,
 )
-from tests.distributed.world import world
+from tests.distributed.world import ranks, world
 from tests.levels import DYNAMIC, LEVELS
 
 
@@ -84,7 +84,13 @@ def check_trains(rank: int, wrap: str, kind: str, level: str, optimizer: str) ->
     assert_equal_on_ranks(weights[name] for name in names)
 
 
-def check_skips_together(rank: int, wrap: str, level: str, optimizer: str) -> None:
+@ranks(SIZES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("level", DYNAMIC)
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    rank: int, wrap: str, level: str, optimizer: str
+) -> None:
     """An inf in the gradients of one rank, in its own shard where it has one."""
     model = WRAPS[wrap](make())
     made = make_optimizer(optimizer, model)
@@ -133,10 +139,3 @@ def test_lean_masters_of_shards_train_too(wrap: str, level: str, optimizer: str)
 @pytest.mark.parametrize("wrap", ["fsdp2", "hsdp"])
 def test_norms_that_stay_fp32_train_in_one_unit_with_the_others(wrap: str, level: str) -> None:
     on_worlds(wrap).run(check_trains, wrap, "pictures", level, "sgd")
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", DYNAMIC)
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(wrap: str, level: str, optimizer: str) -> None:
-    on_worlds(wrap).run(check_skips_together, wrap, level, optimizer)

@@ -27,7 +27,7 @@ from tests.distributed.models import (
     shard,
     weights_of,
 )
-from tests.distributed.world import world
+from tests.distributed.world import ranks
 
 FACTOR = 0.75
 
@@ -116,16 +116,7 @@ def trained(kind: str, level: str | None, optimizer: str, write: Any, traced: bo
     return torch.cat([value.flatten() for value in seen])
 
 
-def check_write(rank: int, kind: str, level: str, optimizer: str, write: str) -> None:
-    in_fp32 = trained(kind, None, optimizer, WRITES[write], traced=False)
-    without = trained(kind, None, optimizer, lambda *_: None, traced=False)
-    assert (without - in_fp32).norm() > 0.1 * in_fp32.norm()
-    found = trained(kind, level, optimizer, WRITES[write], traced=False)
-    off = float((found - in_fp32).norm() / in_fp32.norm())
-    assert off < 0.02, f"off by {off:.3f}"
-    assert torch.equal(found, trained(kind, level, optimizer, WRITES[write], traced=True))
-
-
+@ranks(2)
 @pytest.mark.parametrize(
     ("kind", "write"),
     [
@@ -139,6 +130,12 @@ def check_write(rank: int, kind: str, level: str, optimizer: str, write: str) ->
     ("level", "optimizer"), [("O5", "fused"), pytest.param("O2", "adamw", marks=pytest.mark.slow)]
 )
 def test_weights_that_are_written_without_a_trace_are_trained_from_there(
-    kind: str, level: str, optimizer: str, write: str
+    rank: int, kind: str, level: str, optimizer: str, write: str
 ) -> None:
-    world(2).run(check_write, kind, level, optimizer, write)
+    in_fp32 = trained(kind, None, optimizer, WRITES[write], traced=False)
+    without = trained(kind, None, optimizer, lambda *_: None, traced=False)
+    assert (without - in_fp32).norm() > 0.1 * in_fp32.norm()
+    found = trained(kind, level, optimizer, WRITES[write], traced=False)
+    off = float((found - in_fp32).norm() / in_fp32.norm())
+    assert off < 0.02, f"off by {off:.3f}"
+    assert torch.equal(found, trained(kind, level, optimizer, WRITES[write], traced=True))

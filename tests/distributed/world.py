@@ -1,4 +1,4 @@
-"""Several processes that stay up between tests: `world(2).run(check, *arguments)`.
+"""Several processes that stay up between tests: `@ranks(2)`, or `world(2).run(check, *arguments)`.
 
 They talk by gloo, and by NCCL too where each has a GPU, which is torch's default device there then.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib
+import inspect
 import json
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -120,6 +121,31 @@ def world(size: int) -> World:
     return _world(size, Backend.name)
 
 
+def ranks(size: int | Mapping[str, int]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a test of a function: it runs on each rank, with the test's arguments after the rank.
+
+    Args:
+        size: the number of ranks, or what has it for the first argument.
+    """
+
+    def decorate(check: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(check)
+        _, *parameters = signature.parameters.values()
+
+        def test(**arguments: Any) -> None:
+            values = [arguments[parameter.name] for parameter in parameters]
+            world(size if isinstance(size, int) else size[values[0]]).run(test, *values)
+
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(test, name, getattr(check, name))
+        vars(test).update(
+            vars(check), __signature__=signature.replace(parameters=parameters), on_rank=check
+        )
+        return test
+
+    return decorate
+
+
 @functools.cache
 def _world(size: int, backend: str) -> World:
     made = World(size, backend)
@@ -145,7 +171,8 @@ def _serve(backend: str, file: str, rank: int, size: int, tasks: int, answers: i
             module, name, *arguments = json.loads(line)
             answer = ""
             try:
-                _call(getattr(importlib.import_module(module), name), rank, arguments)
+                function = getattr(importlib.import_module(module), name)
+                _call(getattr(function, "on_rank", function), rank, arguments)
             except BaseException:
                 answer = traceback.format_exc()
             print(json.dumps(answer), file=answers_file, flush=True)
