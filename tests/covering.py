@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -43,15 +43,22 @@ def _covering_array(sizes: list[int], strength: int) -> set[tuple[int, ...]]:
     if strength == len(sizes):
         return set(combinations)
     seen_in = {c: set(itertools.combinations(enumerate(c), strength)) for c in combinations}
-    unseen = set().union(*seen_in.values())
+    are_in = defaultdict[Any, list[tuple[int, ...]]](list)
+    for combination, seen in seen_in.items():
+        for each in seen:
+            are_in[each].append(combination)
+    unseen_in = {combination: len(seen) for combination, seen in seen_in.items()}
     chosen = set()
     uses: Counter[tuple[int, int]] = Counter()  # of each value: none is to be there all the time
-    while unseen:
-        best = max(
-            combinations,
-            key=lambda c: (len(seen_in[c] & unseen), -sum(uses[value] for value in enumerate(c))),
+    while are_in:
+        most = max(unseen_in.values())
+        best = min(
+            (combination for combination, number in unseen_in.items() if number == most),
+            key=lambda c: sum(uses[value] for value in enumerate(c)),
         )
         chosen.add(best)
         uses.update(enumerate(best))
-        unseen -= seen_in[best]
+        for each in seen_in[best] & are_in.keys():
+            for combination in are_in.pop(each):
+                unseen_in[combination] -= 1
     return chosen
