@@ -1,4 +1,6 @@
-"""A small net whose script writes to weights: without a trace, with one, or not at all; or in FP32.
+"""A small net and scripts that train it: at a level, and in FP32 without amp.
+
+A script may write to weights: without a trace, with one, or not at all.
 
 torch counts a write to `p.detach()` in the version of `p`, and a write to `p.data` nowhere. So one
 script can be run in three ways, which must end alike or not; see `Training.seen`.
@@ -12,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp
 from amp.optimizers import (
@@ -34,7 +37,7 @@ LEAN: dict[str, dict[str, Any]] = {
     for level in ("O2", "O5")
     for kind in ("split16", "split24", "kahan")
 }
-LEVELS = WHOLE | LEAN
+LEVELS = {"O1": {"loss_scale": 128.0}} | WHOLE | LEAN
 
 _ADAM: dict[str, Any] = {"lr": 0.02, "eps": 1e-2, "weight_decay": 0.01}
 _SGD: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}
@@ -134,12 +137,20 @@ class Training:
         if not accumulates:
             self.optimizer.zero_grad()
         loss = (self.model(self.x, other).float() - self.y).square().sum(1).mean() * factor
+        self.backward_of(loss)
+        return loss
+
+    def backward_of(self, loss: Tensor) -> None:
         if self.level is None:
             loss.backward()
-            return loss
+            return
         with amp.scale_loss(loss, self.optimizer) as scaled_loss:
             scaled_loss.backward()
-        return loss
+
+    def tasks(self) -> list[Tensor]:
+        """Return two losses, each of a forward of its own, which reach the parameters `trained`."""
+        one, other = [self.model(self.x).float() for _ in range(2)]
+        return [(one - self.y).square().mean(), (other + 1).abs().mean()]
 
     def evaluate(self) -> None:
         """Note what the model returns."""
@@ -167,6 +178,11 @@ class Training:
         return list(self.model.parameters())
 
     @property
+    def trained(self) -> list[Any]:
+        """The parameters that losses reach, unless they go through the other layer."""
+        return self.parameters[:4]
+
+    @property
     def stepped(self) -> list[Any]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
@@ -191,6 +207,171 @@ class Training:
     def state(self) -> list[Tensor]:
         """Copies of all entries of the model's state dict, FP32."""
         return [value.detach().float().clone() for value in self.model.state_dict().values()]
+
+
+# Scripts that write somewhere, at some time.
+
+Write = Callable[[], None]
+TARGETS: dict[str, Callable[[Training], Callable[[], Iterable[Tensor]]]] = {
+    "weights": lambda t: lambda: t.parameters,
+    "the groups": lambda t: lambda: t.stepped,
+    "a list of masters that was kept": lambda t: t.masters.copy,
+    "masters": lambda t: lambda: t.masters,
+    "entries": lambda t: lambda: t.model.state_dict().values(),
+}
+"""What a script writes to: functions that return it when it is written."""
+
+
+def before_the_first_step(t: Training, write: Write) -> None:
+    write()
+    t.iterate(2)
+
+
+def after_the_step(t: Training, write: Write) -> None:
+    for _ in range(4):
+        t.iterate()
+        write()
+
+
+def before_the_step(t: Training, write: Write) -> None:
+    for _ in range(4):
+        t.backward()
+        write()
+        t.optimizer.step()
+
+
+def between_blocks(t: Training, write: Write) -> None:
+    for _ in range(3):
+        t.backward()
+        write()
+        t.backward(accumulates=True)
+        t.optimizer.step()
+
+
+def in_a_hook_before_the_step(t: Training, write: Write) -> None:
+    t.optimizer.register_step_pre_hook(lambda *_: write())
+    t.iterate(4)
+
+
+def in_a_hook_after_the_step(t: Training, write: Write) -> None:
+    t.optimizer.register_step_post_hook(lambda *_: write())
+    t.iterate(4)
+
+
+def in_a_hook_of_all_optimizers(t: Training, write: Write) -> None:
+    hook = register_optimizer_step_post_hook(lambda *_: write())
+    try:
+        t.iterate(4)
+    finally:
+        hook.remove()
+
+
+def saved_before(t: Training, write: Write) -> None:
+    for _ in range(4):
+        t.iterate()
+        t.results += t.state
+        write()
+
+
+def saved_after(t: Training, write: Write) -> None:
+    for _ in range(4):
+        t.iterate()
+        write()
+        t.results += t.state
+
+
+def evaluated_after(t: Training, write: Write) -> None:
+    for _ in range(3):
+        t.iterate()
+        write()
+        t.evaluate()
+
+
+def in_a_closure(t: Training, write: Write) -> None:
+    def closure() -> Tensor:
+        loss = t.backward()
+        write()
+        return loss
+
+    for _ in range(4):
+        t.optimizer.step(closure)
+
+
+def first_in_a_closure(t: Training, write: Write) -> None:
+    def closure() -> Tensor:
+        write()
+        return t.backward()
+
+    for _ in range(4):
+        t.optimizer.step(closure)
+
+
+def in_a_hook_before_a_step_with_a_closure(t: Training, write: Write) -> None:
+    t.optimizer.register_step_pre_hook(lambda *_: write())
+    for _ in range(4):
+        t.optimizer.step(t.backward)
+
+
+def in_a_hook_after_a_step_with_a_closure(t: Training, write: Write) -> None:
+    t.optimizer.register_step_post_hook(lambda *_: write())
+    for _ in range(4):
+        t.optimizer.step(t.backward)
+
+
+def before_a_skipped_step(t: Training, write: Write) -> None:
+    for _ in range(3):
+        t.iterate()
+        write()
+        t.skip()
+    t.iterate()
+
+
+def after_a_skipped_step(t: Training, write: Write) -> None:
+    for _ in range(3):
+        t.iterate()
+        t.skip()
+        write()
+    t.iterate()
+
+
+def between_block_and_skipped_step(t: Training, write: Write) -> None:
+    for _ in range(3):
+        t.iterate()
+        t.skip(then=write)
+    t.iterate()
+
+
+PLAIN_TIMES = (
+    *(before_the_first_step, after_the_step, before_the_step, between_blocks),
+    *(in_a_hook_before_the_step, in_a_hook_after_the_step, in_a_hook_of_all_optimizers),
+    *(saved_before, saved_after, evaluated_after),
+)
+TIMES_WITH_A_CLOSURE = (
+    *(in_a_closure, first_in_a_closure),
+    *(in_a_hook_before_a_step_with_a_closure, in_a_hook_after_a_step_with_a_closure),
+)
+TIMES_OF_A_SKIPPED_STEP = (
+    before_a_skipped_step,
+    after_a_skipped_step,
+    between_block_and_skipped_step,
+)
+
+
+@functools.cache
+def writing(target: str, when: Callable[[Training, Write], None]) -> Script:
+    """Return a script that shrinks a target at some time."""
+
+    def script(t: Training) -> None:
+        find = TARGETS[target](t)
+
+        def write() -> None:
+            for tensor in t.written(find()):
+                tensor.mul_(0.75)
+
+        when(t, write)
+
+    script.__name__ = when.__name__
+    return script
 
 
 def run(script: Script, level: str | None, optimizer: str, way: Way, **options: Any) -> Tensor:
