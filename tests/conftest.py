@@ -156,9 +156,8 @@ def torch_is_given_back() -> Iterator[None]:
     before = _attributes()
     registered = dict(registry._registered)
     _Default.session = _Default.waiting_state = None
-    (torch.manual_seed if GPU else torch.default_generator.manual_seed)(
-        0
-    )  # the former notes its caller
+    seed = torch.manual_seed if GPU else torch.default_generator.manual_seed  # which notes no caller
+    seed(0)
     yield
     for session in active.open_sessions():
         session.close()

@@ -27,6 +27,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import amp
 from amp.errors import AmpRuntimeError
+from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import gradients
 from amp.training.attached_optimizer import AttachedOptimizer
 from tests import gradient_oracle as oracle
@@ -331,6 +332,12 @@ class Actions(Stage):
             expected.is_held = None if expected.gradients[name].has_master else expected.is_held
         return {name: stepped[name] for name in names}
 
+    def holders(self, i: int, of_model: bool) -> dict[str, Any]:
+        """Return what a script finds the gradients at, by name: masters, or the model's parameters."""
+        is_one = HAS_GRAD_DTYPE and not (self.expected[i].open or self.expected[i].delayed)
+        stepped = self.stepped(i)
+        return {name: self.named[name] for name in stepped} if of_model and is_one else stepped
+
     def zero_grad(self, i: int, set_to_none: bool) -> None:
         self.optimizers[i].zero_grad(set_to_none=set_to_none)
         self.expected[i].zero_grad(set_to_none)
@@ -477,18 +484,30 @@ class Script(Actions):
     def look(self, i: int) -> None:
         self.look_at(i)
 
-    @rule(i=WHICH, factor=st.sampled_from([-1.0, 0.5, 2.0]), in_place=st.booleans())
-    def scale_gradients(self, i: int, factor: float, in_place: bool) -> None:
-        """Multiply gradients, in place or by others in their place."""
+    @rule(
+        i=WHICH,
+        factor=st.sampled_from([-1.0, 0.5, 2.0]),
+        in_place=st.booleans(),
+        of_model=st.booleans(),
+        steps=st.booleans(),
+    )
+    def scale_gradients(
+        self, i: int, factor: float, in_place: bool, of_model: bool, steps: bool
+    ) -> None:
+        """Multiply gradients, in place or by others in their place, and perhaps step at once."""
         parts = [p for g in self.expected[i].gradients.values() for p in g.parts]
         if any(not torch.equal(p.half() * factor, p * factor) for p in parts if p.isfinite().all()):
             return  # float16 would round it
-        for name, stepped in self.look_at(i).items():
-            if stepped.grad is not None and in_place:
-                stepped.grad.mul_(factor)
-            elif stepped.grad is not None:
-                stepped.grad = stepped.grad * factor
+        names, holders = list(self.look_at(i)), self.holders(i, of_model)
+        for name in names:
+            holder = holders[name]
+            if holder.grad is not None and in_place:
+                holder.grad.mul_(factor)
+            elif holder.grad is not None:
+                holder.grad = holder.grad * factor
             self.expected[i].gradients[name].change(lambda total: total * factor)
+        if steps:
+            self.step_once(i)
 
     @rule(i=WHICH, how=st.sampled_from(["in place", "through .data", "by others"]))
     def repair_gradients(self, i: int, how: str) -> None:
@@ -501,9 +520,9 @@ class Script(Actions):
                 grad.nan_to_num_(0.0, 0.0, 0.0)
             self.expected[i].gradients[name].change(lambda total: total.nan_to_num(0.0, 0.0, 0.0))
 
-    @rule(i=WHICH, number=st.integers(0, 2))
-    def drop_one(self, i: int, number: int) -> None:
-        """Delete the gradient of one parameter, unseen."""
+    @rule(i=WHICH, number=st.integers(0, 2), of_model=st.booleans(), steps=st.booleans())
+    def drop_one(self, i: int, number: int, of_model: bool, steps: bool) -> None:
+        """Delete the gradient of one parameter, unseen, and perhaps step at once."""
         expected = self.expected[i]
         name = list(expected.gradients)[number % len(expected.gradients)]
         gradient = expected.gradients[name]
@@ -511,8 +530,10 @@ class Script(Actions):
             expected.is_held = None
         elif expected.delayed is not None:
             return
-        self.stepped(i)[name].grad = None
+        self.holders(i, of_model)[name].grad = None
         gradient.total = None
+        if steps:
+            self.step_once(i)
         list(amp.master_params(self.optimizers[i]))  # lets the model's parameter follow
 
     @rule(i=WHICH, by_norm=st.booleans())

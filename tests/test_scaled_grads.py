@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_
 
 import amp
 from amp.errors import AmpValueError
 from amp.kernels import unscale
 from amp.optimizers import FusedAdam, FusedSGD
 from amp.training.scaler import LossScaler
-from tests.covering import covering
 from tests.levels import DYNAMIC, WITH_MASTERS
 from tests.models import initialize
 
@@ -146,165 +142,11 @@ def test_no_parameter_of_the_users_changes_its_class(level: str) -> None:
         assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
 
 
-def look(model: nn.Module, optimizer: Any) -> None:
-    for p in amp.master_params(optimizer):
-        assert p.grad is not None
-
-
-def clip(model: nn.Module, optimizer: Any) -> None:
-    clip_grad_norm_(amp.master_params(optimizer), 0.1)
-
-
-def clip_values(model: nn.Module, optimizer: Any) -> None:
-    with_gradient = [p for p in amp.master_params(optimizer) if p.grad is not None]
-    if with_gradient:
-        torch.nn.utils.clip_grad_value_(with_gradient, 0.01)
-
-
-def write_data(model: nn.Module, optimizer: Any) -> None:
-    """As apex's LARC does, in a way that leaves no trace in version counters."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                p.grad.data.add_(p.data, alpha=0.1)
-
-
-def replace(model: nn.Module, optimizer: Any) -> None:
-    p = next(iter(amp.master_params(optimizer)))
-    p.grad = torch.full_like(p, 0.5)
-    next(amp.master_params(optimizer))  # else a stray backward would give the parameter another one
-
-
-def delete(model: nn.Module, optimizer: Any) -> None:
-    del next(iter(amp.master_params(optimizer))).grad
-
-
-def clear(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad()
-
-
-def zero(model: nn.Module, optimizer: Any) -> None:
-    optimizer.zero_grad(set_to_none=False)
-
-
-def clear_model(model: nn.Module, optimizer: Any) -> None:
-    model.zero_grad()
-
-
-def stray_backward(model: nn.Module, optimizer: Any) -> None:
-    loss_of(model, 7).backward()
-
-
-def another_block(model: nn.Module, optimizer: Any) -> None:
-    block(model, optimizer, 3)
-
-
-def delayed_block(model: nn.Module, optimizer: Any) -> None:
-    block(model, optimizer, 5, delay_unscale=True)
-
-
-def overflowing_block(model: nn.Module, optimizer: Any) -> None:
-    overflow(model, optimizer, 2)
-
-
-def skipped_step(model: nn.Module, optimizer: Any) -> None:
-    overflow(model, optimizer, 2)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def failing_block(model: nn.Module, optimizer: Any) -> None:
-    with pytest.raises(ZeroDivisionError), amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        raise ZeroDivisionError
-
-
-def step(model: nn.Module, optimizer: Any) -> None:
-    optimizer.step()
-
-
 def failing_step(model: nn.Module, optimizer: Any) -> None:
     lr, optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"], float("nan")
     with pytest.raises(AmpValueError, match="lr=nan"):
         optimizer.step()
     optimizer.param_groups[1]["lr"] = lr
-
-
-def closure(model: nn.Module, optimizer: Any) -> None:
-    def evaluate() -> float:
-        optimizer.zero_grad()
-        block(model, optimizer, 4)
-        return 0.0
-
-    optimizer.step(evaluate)
-
-
-def forward(model: nn.Module, optimizer: Any) -> None:
-    loss_of(model)
-
-
-def freeze(model: Any, optimizer: Any) -> None:
-    model[3].weight.requires_grad_(not model[3].weight.requires_grad)
-
-
-ACTIONS: list[Callable[[nn.Module, Any], None]] = [
-    look,
-    clip,
-    clip_values,
-    write_data,
-    replace,
-    delete,
-    clear,
-    zero,
-    clear_model,
-    stray_backward,
-    another_block,
-    delayed_block,
-    overflowing_block,
-    failing_block,
-    step,
-    failing_step,
-    closure,
-    forward,
-    freeze,
-]
-
-
-@pytest.mark.parametrize(
-    ("action", "loss_scale", "level"),
-    covering([a for a in ACTIONS if a is not look], SCALES, LEVELS, strength=1),
-)
-def test_whatever_is_done_in_between(
-    action: Callable[[nn.Module, Any], None], loss_scale: str, level: str
-) -> None:
-    """Gradients can be seen, changed, added to and forgotten as if they had been unscaled."""
-    ends = []
-    for optimizer_class in (Plain, FusedAdam):
-        model, optimizer = make(level, optimizer_class, loss_scale=SCALES[loss_scale])
-        for i in range(4):
-            block(model, optimizer, i)
-            if action is not delete or i:
-                action(model, optimizer)
-            optimizer.step()
-            if i % 2:
-                optimizer.zero_grad()
-        ends.append((model, optimizer))
-    assert_same(*ends)
-
-
-@pytest.mark.filterwarnings("ignore:.*came from no amp.scale_loss block")
-@pytest.mark.parametrize(("level", "seed"), covering(["O1", "O2", "O5"], range(20), strength=1))
-def test_any_sequence_of_actions(level: str, seed: int) -> None:
-    actions = [action for action in ACTIONS if action is not overflowing_block]  # to be stepped once
-    choices = random.Random(seed).choices([*actions, skipped_step, *[another_block, step] * 6], k=30)
-    ends = []
-    for optimizer_class in (Plain, FusedAdam):
-        model, optimizer = make(level, optimizer_class)
-        for action in choices:
-            if action is not look or all(p.grad is not None for p in amp.master_params(optimizer)):
-                action(model, optimizer)
-        ends.append((model, optimizer))
-    assert_same(*ends)
 
 
 @pytest.mark.parametrize("level", LEVELS)

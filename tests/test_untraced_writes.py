@@ -20,10 +20,23 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim.swa_utils import AveragedModel
 
 import amp
-from tests import writes
+from tests import training
 from tests.covering import covering
 from tests.test_fork import in_fork
-from tests.writes import FUSED, LEAN, LEVELS, OPTIMIZERS, TORCHS, WHOLE, Training, fitting
+from tests.training import (
+    FUSED,
+    LEAN,
+    LEVELS,
+    OPTIMIZERS,
+    PLAIN_TIMES,
+    TIMES_OF_A_SKIPPED_STEP,
+    TIMES_WITH_A_CLOSURE,
+    TORCHS,
+    WHOLE,
+    Training,
+    fitting,
+    writing,
+)
 
 # Scripts that write to the model's parameters. Each is run in FP32 too, without amp.
 
@@ -47,6 +60,7 @@ def average_for_evaluation(t: Training) -> None:
         for weight, mean in zip(t.weights, average, strict=True):
             weight.copy_(mean)
         t.evaluate()
+        t.results += t.state
         for weight, values in zip(t.weights, backup, strict=True):
             weight.copy_(values)
         for mean, p in zip(average, t.parameters, strict=True):
@@ -61,14 +75,6 @@ def average_kept(t: Training) -> None:
         for mean, weight in zip(average, t.weights, strict=True):
             mean.mul_(0.5).add_(weight, alpha=0.5)
             weight.copy_(mean)
-
-
-def clamped(t: Training) -> None:
-    """As a critic of WGAN is."""
-    for _ in range(4):
-        t.iterate()
-        for weight in t.weights:
-            weight.clamp_(-0.05, 0.05)
 
 
 def masked(t: Training) -> None:
@@ -106,15 +112,8 @@ def averaged_in_one_call(t: Training) -> None:
         torch._foreach_add_(weights, teacher, alpha=0.25)
 
 
-def decayed_by_hand(t: Training) -> None:
-    for _ in range(4):
-        t.iterate()
-        for weight in t.weights:
-            weight.sub_(0.25 * weight)
-
-
 def parts_of_a_flat_vector(t: Training) -> None:
-    """All weights are views of one vector, which somebody writes."""
+    """All weights are views of one vector, which somebody training."""
     flat = parameters_to_vector([p.detach() for p in t.parameters])
     vector_to_parameters(flat, t.parameters)
     for _ in range(4):
@@ -134,68 +133,6 @@ def in_numpy(t: Training) -> None:
                 array[...] = (0.75 * weight).view(dtype).numpy()
             else:
                 weight.mul_(0.75)
-
-
-def before_the_first_step(t: Training) -> None:
-    for weight in t.weights:
-        weight.mul_(0.5)
-    t.iterate(2)
-
-
-def between_block_and_step(t: Training) -> None:
-    for _ in range(4):
-        t.backward()
-        for weight in t.weights:
-            weight.mul_(0.75)
-        t.optimizer.step()
-
-
-def between_blocks(t: Training) -> None:
-    for _ in range(3):
-        t.backward()
-        for weight in t.weights:
-            weight.mul_(0.75)
-        t.backward(accumulates=True)
-        t.optimizer.step()
-
-
-def in_a_closure(t: Training) -> None:
-    def closure() -> Tensor:
-        loss = t.backward()
-        for weight in t.weights:
-            weight.mul_(0.75)
-        return loss
-
-    for _ in range(4):
-        t.optimizer.step(closure)
-
-
-def first_in_a_closure(t: Training) -> None:
-    def closure() -> Tensor:
-        for weight in t.weights:
-            weight.clamp_(-0.05, 0.05)
-        return t.backward()
-
-    for _ in range(4):
-        t.optimizer.step(closure)
-
-
-def in_a_hook_before_the_step(t: Training) -> None:
-    def shrink(*_: Any) -> None:
-        for weight in t.weights:
-            weight.mul_(0.75)
-
-    t.optimizer.register_step_pre_hook(shrink)
-    t.iterate(4)
-
-
-def in_a_hook_after_the_step(t: Training) -> None:
-    def clamp(*_: Any) -> None:
-        for weight in t.weights:
-            weight.clamp_(-0.05, 0.05)
-
-    t.optimizer.register_step_post_hook(clamp)
-    t.iterate(4)
 
 
 def without_a_gradient(t: Training) -> None:
@@ -237,51 +174,12 @@ def frozen_and_thawed_at_once(t: Training) -> None:
     t.iterate(2)
 
 
-def saved_before(t: Training) -> None:
-    """A checkpoint is made, and the weights are written after it."""
-    for _ in range(4):
-        t.iterate()
-        t.results += t.state
-        for weight in t.weights:
-            weight.mul_(0.75)
-
-
-def saved_after(t: Training) -> None:
-    for _ in range(4):
-        t.iterate()
-        for weight in t.weights:
-            weight.mul_(0.75)
-        t.results += t.state
-
-
-SCRIPTS: dict[str, writes.Script] = {
-    script.__name__: script
-    for script in (
-        best_restored,
-        average_for_evaluation,
-        average_kept,
-        clamped,
-        masked,
-        renormed,
-        pulled_towards_a_teacher,
-        averaged_in_one_call,
-        decayed_by_hand,
-        parts_of_a_flat_vector,
-        in_numpy,
-        before_the_first_step,
-        between_block_and_step,
-        between_blocks,
-        in_a_closure,
-        first_in_a_closure,
-        in_a_hook_before_the_step,
-        in_a_hook_after_the_step,
-        without_a_gradient,
-        frozen,
-        frozen_and_thawed_at_once,
-        saved_before,
-        saved_after,
-    )
-}
+SCRIPTS = (
+    *(best_restored, average_for_evaluation, average_kept, masked, renormed),
+    *(pulled_towards_a_teacher, averaged_in_one_call, parts_of_a_flat_vector, in_numpy),
+    *(without_a_gradient, frozen, frozen_and_thawed_at_once),
+    *(writing("weights", when) for when in (*PLAIN_TIMES, *TIMES_WITH_A_CLOSURE)),
+)
 
 
 @pytest.mark.parametrize(
@@ -293,9 +191,9 @@ SCRIPTS: dict[str, writes.Script] = {
     ],
 )
 def test_a_script_that_writes_without_a_trace_trains_as_in_fp32(
-    script: str, level: str, optimizer: str
+    script: training.Script, level: str, optimizer: str
 ) -> None:
-    writes.check(SCRIPTS[script], level, optimizer)
+    training.check(script, level, optimizer)
 
 
 def test_a_search_along_a_line_goes_on_from_what_its_closure_writes() -> None:
@@ -323,56 +221,25 @@ def test_a_search_along_a_line_goes_on_from_what_its_closure_writes() -> None:
 
         for _ in range(3):
             optimizer.step(closure)
-        return writes.vector(model.state_dict().values())
+        return training.vector(model.state_dict().values())
 
     for level in ("O2", "O5"):
-        assert writes.distance(searched(level), searched(None)) < 0.02
+        assert training.distance(searched(level), searched(None)) < 0.02
         amp.get_session().close()
 
 
-def after_a_skipped_step(t: Training) -> None:
-    t.iterate()
-    for _ in range(3):
-        t.skip()
-        for weight in t.weights:
-            weight.mul_(0.75)
-        t.iterate()
-
-
-def before_a_skipped_step(t: Training) -> None:
-    t.iterate()
-    for _ in range(3):
-        for weight in t.weights:
-            weight.mul_(0.75)
-        t.skip()
-        t.iterate()
-
-
-def between_block_and_skipped_step(t: Training) -> None:
-    def shrink(*_: Any) -> None:
-        for weight in t.weights:
-            weight.mul_(0.75)
-
-    for _ in range(3):
-        t.iterate()
-        t.skip(then=shrink)
-    t.iterate()
-
-
-SKIPPED: dict[str, writes.Script] = {
-    script.__name__: script
-    for script in (after_a_skipped_step, before_a_skipped_step, between_block_and_skipped_step)
-}
-
-
 @pytest.mark.parametrize(
-    ("script", "level", "optimizer"),
-    covering(SKIPPED, ["O2", "O5", "O5 kahan"], ["AdamW", "AdamW, fused", "SGD", "FusedAdam"]),
+    ("when", "level", "optimizer"),
+    covering(
+        TIMES_OF_A_SKIPPED_STEP,
+        ["O2", "O5", "O5 kahan"],
+        ["AdamW", "AdamW, fused", "SGD", "FusedAdam"],
+    ),
 )
-def test_a_step_that_is_skipped_takes_no_write_back(script: str, level: str, optimizer: str) -> None:
+def test_a_step_that_is_skipped_takes_no_write_back(when: Any, level: str, optimizer: str) -> None:
     """The host skips before it calls the optimizer, or the device inside of it."""
     checked = {"mode": "static", "init": 128.0, "check": True}
-    writes.check(SKIPPED[script], level, optimizer, loss_scale=checked)
+    training.check(writing("weights", when), level, optimizer, loss_scale=checked)
 
 
 # Whoever writes: each way is made ready before training, and then writes all weights.
@@ -463,18 +330,10 @@ def by_address(parameters: list[nn.Parameter], folder: Path) -> Writer:
     return write
 
 
-WRITERS = {
-    writer.__name__: writer
-    for writer in (
-        by_data,
-        by_a_view,
-        by_numpy,
-        by_a_flat_vector,
-        by_another_process,
-        by_a_mapped_file,
-        by_address,
-    )
-}
+WRITERS = (
+    *(by_data, by_a_view, by_numpy, by_a_flat_vector, by_another_process, by_a_mapped_file),
+    by_address,
+)
 
 
 def in_the_next_step(t: Training) -> list[Tensor]:
@@ -521,19 +380,10 @@ def in_masters_beside_gradients(t: Training) -> list[Tensor]:
     return [master.detach().clone() for master in t.masters]
 
 
-PLACES = {
-    place.__name__: place
-    for place in (
-        in_the_next_step,
-        in_a_step_whose_block_was_before,
-        in_a_state_dict,
-        in_a_deep_copy,
-        in_an_average,
-        in_an_average_that_moves,
-        after_close,
-        in_masters_beside_gradients,
-    )
-}
+PLACES = (
+    *(in_the_next_step, in_a_step_whose_block_was_before, in_a_state_dict, in_a_deep_copy),
+    *(in_an_average, in_an_average_that_moves, after_close, in_masters_beside_gradients),
+)
 
 
 @pytest.mark.parametrize(
@@ -546,22 +396,22 @@ PLACES = {
     ),
 )
 def test_what_anybody_wrote_is_everywhere(
-    writer: str, place: str, level: str, optimizer: str, tmp_path: Path
+    writer: Any, place: Any, level: str, optimizer: str, tmp_path: Path
 ) -> None:
     """Whole masters have just what was written; lean ones may keep low bits."""
-    if level in LEAN and place == "in_masters_beside_gradients":
+    if level in LEAN and place is in_masters_beside_gradients:
         pytest.skip("lean masters have no values")
     t = Training(level, fitting(optimizer, level))
-    write = WRITERS[writer](t.parameters, tmp_path)
+    write = writer(t.parameters, tmp_path)
     t.iterate(3)
     generator = torch.Generator().manual_seed(3)
-    sizes = torch.tensor([1.0, 1e-3, 0.0, -1e-2]).repeat(writes.WIDTH // 4)
+    sizes = torch.tensor([1.0, 1e-3, 0.0, -1e-2]).repeat(training.WIDTH // 4)
     values = [
         (sizes * (torch.rand(p.shape, generator=generator) + 0.5)).to(p.dtype) for p in t.parameters
     ]
     t.backward()
     write(values)
-    for found, value in zip(PLACES[place](t), values, strict=True):
+    for found, value in zip(place(t), values, strict=True):
         assert found.dtype is torch.float32
         if level in WHOLE:
             torch.testing.assert_close(found, value.float(), rtol=0, atol=1e-6)
@@ -614,7 +464,7 @@ def test_weights_that_are_taken_back_have_their_low_bits(optimizer: str, level: 
                 t.evaluate()
             for p, value in zip(t.parameters, backup, strict=True):
                 p.data.copy_(value)
-        ends.append(writes.vector(t.state))
+        ends.append(training.vector(t.state))
         amp.get_session(t.optimizer).close()
     assert torch.equal(*ends)
 
@@ -700,7 +550,7 @@ def test_fp32_values_that_are_assigned_to_16_bit_weights_are_taken_over_and_roun
         rounded = torch.finfo(dtype).eps / 2 * 1.01  # of a tie, a lean pair may round either way
         torch.testing.assert_close(p.detach().float(), value, rtol=rounded, atol=0)
     t.iterate()
-    assert 0 < writes.distance(writes.vector(t.state), writes.vector(values)) < 0.3
+    assert 0 < training.distance(training.vector(t.state), training.vector(values)) < 0.3
 
 
 @pytest.mark.parametrize("level", WHOLE)
@@ -718,7 +568,7 @@ def test_a_training_goes_on_from_fp32_values_that_were_assigned(level: str, opti
             else:
                 for master, value in zip(t.masters, values, strict=True):
                     master.detach().copy_(value)
-        result = writes.vector(t.state)
+        result = training.vector(t.state)
         amp.get_session(t.optimizer).close()
         return result
 
@@ -763,7 +613,7 @@ def test_rows_of_an_embedding_that_its_forward_shortens_stay_short(level: str, o
     def trained(level: str | None) -> Tensor:
         torch.manual_seed(0)
         model: Any = Embedded()
-        made = (OPTIMIZERS if level else writes.IN_FP32)[optimizer](model.parameters())
+        made = (OPTIMIZERS if level else training.IN_FP32)[optimizer](model.parameters())
         if level is not None:
             options = {"opt_level": level.split()[0], "verbosity": 0, **LEVELS[level]}
             amp.initialize(model, made, **options)
@@ -778,11 +628,11 @@ def test_rows_of_an_embedding_that_its_forward_shortens_stay_short(level: str, o
                     scaled_loss.backward()
             made.step()
         model(x)
-        return writes.vector(model.state_dict().values())
+        return training.vector(model.state_dict().values())
 
     found, in_fp32 = trained(level), trained(None)
     assert (in_fp32[: 8 * 8].view(8, 8).norm(dim=1) < 0.51).all()
-    assert writes.distance(found, in_fp32) < 0.02
+    assert training.distance(found, in_fp32) < 0.02
 
 
 @pytest.mark.parametrize("level", WHOLE)
@@ -800,7 +650,7 @@ def test_weights_that_a_forward_writes_through_data_are_stepped_from_there(
         t.model.register_forward_pre_hook(shrink)
         t.iterate(4)
 
-    writes.check(shrinking, level, optimizer)
+    training.check(shrinking, level, optimizer)
 
 
 # Whoever averages reads what was written.
@@ -831,6 +681,6 @@ def test_a_teacher_averages_what_was_written(level: str, average: str) -> None:
                         else:
                             mean.data.mul_(0.5).add_(value.data, alpha=0.5)
         used = torchs.module if average == "update_parameters" else teacher
-        return writes.vector([*used.parameters(), *t.state])
+        return training.vector([*used.parameters(), *t.state])
 
-    assert writes.distance(averaged(level), averaged(None)) < 0.02
+    assert training.distance(averaged(level), averaged(None)) < 0.02

@@ -11,84 +11,11 @@ import pytest
 import torch
 
 import amp
-from tests import writes
+from tests import training
 from tests.covering import covering
-from tests.writes import LEAN, OPTIMIZERS, WHOLE, Training
+from tests.training import LEAN, OPTIMIZERS, PLAIN_TIMES, WHOLE, Training, evaluated_after, writing
 
 # Scripts that write to what the optimizer steps. In FP32 these are the model's parameters.
-
-
-def in_the_groups_after_the_step(t: Training) -> None:
-    for _ in range(4):
-        t.iterate()
-        for master in t.written(t.stepped):
-            master.clamp_(-0.05, 0.05)
-
-
-def in_the_groups_before_the_step(t: Training) -> None:
-    for _ in range(4):
-        t.backward()
-        for master in t.written(t.stepped):
-            master.mul_(0.75)
-        t.optimizer.step()
-
-
-def in_a_kept_list_after_the_step(t: Training) -> None:
-    kept = t.masters
-    for _ in range(4):
-        t.iterate()
-        for master in t.written(kept):
-            master.clamp_(-0.05, 0.05)
-
-
-def in_a_kept_list_before_the_step(t: Training) -> None:
-    kept = t.masters
-    for _ in range(4):
-        t.backward()
-        for master in t.written(kept):
-            master.mul_(0.75)
-        t.optimizer.step()
-
-
-def of_master_params_before_the_step(t: Training) -> None:
-    for _ in range(4):
-        t.backward()
-        for master in t.written(t.masters):
-            master.mul_(0.75)
-        t.optimizer.step()
-
-
-def before_the_first_step(t: Training) -> None:
-    for master in t.written(t.stepped):
-        master.mul_(0.5)
-    t.iterate(2)
-
-
-def between_blocks(t: Training) -> None:
-    for _ in range(3):
-        t.backward()
-        for master in t.written(t.stepped):
-            master.mul_(0.75)
-        t.backward(accumulates=True)
-        t.optimizer.step()
-
-
-def in_a_hook_after_the_step(t: Training) -> None:
-    def clamp(*_: Any) -> None:
-        for master in t.written(t.stepped):
-            master.clamp_(-0.05, 0.05)
-
-    t.optimizer.register_step_post_hook(clamp)
-    t.iterate(4)
-
-
-def in_a_hook_before_the_step(t: Training) -> None:
-    def shrink(*_: Any) -> None:
-        for master in t.written(t.stepped):
-            master.mul_(0.75)
-
-    t.optimizer.register_step_pre_hook(shrink)
-    t.iterate(4)
 
 
 def without_a_gradient(t: Training) -> None:
@@ -111,30 +38,6 @@ def by_a_lookahead_that_nobody_knows(t: Training) -> None:
                 written.copy_(values)
 
 
-def saved_at_once(t: Training) -> None:
-    for _ in range(4):
-        t.iterate()
-        for master in t.written(t.stepped):
-            master.mul_(0.75)
-        t.results += t.state
-
-
-def in_entries_of_the_state_dict(t: Training) -> None:
-    for _ in range(4):
-        t.iterate()
-        for entry in t.written(t.model.state_dict().values()):
-            entry.mul_(0.75)
-        t.results += t.state
-
-
-def in_entries_between_block_and_step(t: Training) -> None:
-    for _ in range(4):
-        t.backward()
-        for entry in t.written(t.model.state_dict().values()):
-            entry.mul_(0.75)
-        t.optimizer.step()
-
-
 def copied_into_entries(t: Training) -> None:
     """As `load_state_dict` by hand does, in the middle of a training."""
     for factor in (0.75, 0.5):
@@ -145,68 +48,59 @@ def copied_into_entries(t: Training) -> None:
         t.results += t.state
 
 
-OF_MASTERS: dict[str, writes.Script] = {
-    script.__name__: script
-    for script in (
-        in_the_groups_after_the_step,
-        in_the_groups_before_the_step,
-        in_a_kept_list_after_the_step,
-        in_a_kept_list_before_the_step,
-        of_master_params_before_the_step,
-        before_the_first_step,
-        between_blocks,
-        in_a_hook_after_the_step,
-        in_a_hook_before_the_step,
-        without_a_gradient,
-        by_a_lookahead_that_nobody_knows,
-        saved_at_once,
-        in_entries_of_the_state_dict,
-        in_entries_between_block_and_step,
-        copied_into_entries,
-    )
-}
+def steps_of_sam(t: Training) -> None:
+    """By hand: up and back again, at what the optimizer steps."""
+    for _ in range(3):
+        t.backward()
+        stepped = t.stepped[:4]  # which have gradients
+        before = [p.detach().clone() for p in stepped]
+        for p, written in zip(stepped, t.written(stepped), strict=True):
+            written.add_(p.grad)
+        t.backward()
+        for written, values in zip(t.written(stepped), before, strict=True):
+            written.copy_(values)
+        t.optimizer.step()
+
+
+OF_MASTERS = (without_a_gradient, by_a_lookahead_that_nobody_knows, copied_into_entries)
+TARGETS = [target for target in training.TARGETS if target != "weights"]
+
+
+@pytest.mark.parametrize(
+    ("target", "when", "level", "optimizer"),
+    covering(
+        TARGETS,
+        [when for when in PLAIN_TIMES if when is not evaluated_after],
+        ["O2", "O5"],
+        ["SGD", "AdamW, fused", "FusedAdam", "FusedSGD"],
+    ),
+)
+def test_what_is_written_to_masters_holds(target: str, when: Any, level: str, optimizer: str) -> None:
+    """Steps are small here: a forward that does not see the write yet makes little difference."""
+    training.check_with_fp32(writing(target, when), level, optimizer, slow=True)
+
+
+@pytest.mark.parametrize(
+    ("target", "when", "level", "optimizer"), covering(TARGETS, PLAIN_TIMES, WHOLE, OPTIMIZERS)
+)
+def test_what_is_written_to_masters_is_in_the_next_forward(
+    target: str, when: Any, level: str, optimizer: str
+) -> None:
+    """A training goes on in the bits that it has after a write with a trace."""
+    training.check(writing(target, when), level, optimizer)
 
 
 @pytest.mark.parametrize(
     ("script", "level", "optimizer"),
-    covering(OF_MASTERS, ["O2", "O5"], ["SGD", "AdamW, fused", "FusedAdam", "FusedSGD"]),
+    [
+        *covering(OF_MASTERS, WHOLE, OPTIMIZERS),
+        *covering([steps_of_sam], ["O2", "O5"], ["SGD", "AdamW, fused", "FusedAdam", "FusedSGD"]),
+    ],
 )
-def test_what_is_written_to_masters_holds(script: str, level: str, optimizer: str) -> None:
-    """Steps are small here: a forward that does not see the write yet makes little difference."""
-    writes.check_with_fp32(OF_MASTERS[script], level, optimizer, slow=True)
-
-
-def evaluated_at_once(t: Training) -> None:
-    for _ in range(3):
-        t.iterate()
-        for master in t.written(t.stepped):
-            master.mul_(0.75)
-        t.evaluate()
-
-
-def of_master_params_evaluated_at_once(t: Training) -> None:
-    for _ in range(3):
-        t.iterate()
-        for master in t.written(t.masters):
-            master.mul_(0.75)
-        t.evaluate()
-
-
-SEEN_AT_ONCE = OF_MASTERS | {
-    script.__name__: script
-    for script in (
-        evaluated_at_once,
-        of_master_params_evaluated_at_once,
-    )
-}
-
-
-@pytest.mark.parametrize(("script", "level", "optimizer"), covering(SEEN_AT_ONCE, WHOLE, OPTIMIZERS))
-def test_what_is_written_to_masters_is_in_the_next_forward(
-    script: str, level: str, optimizer: str
+def test_a_script_that_writes_to_masters_trains_as_in_fp32(
+    script: training.Script, level: str, optimizer: str
 ) -> None:
-    """A training goes on in the bits that it has after a write with a trace."""
-    writes.check(SEEN_AT_ONCE[script], level, optimizer)
+    training.check(script, level, optimizer)
 
 
 # Scripts that look at masters, or write them, and write to the model's parameters.
@@ -258,16 +152,10 @@ def before_logging(t: Training) -> None:
         t.optimizer.step()
 
 
-AFTER_A_LOOK: dict[str, writes.Script] = {
-    script.__name__: script
-    for script in (
-        after_clipping,
-        before_clipping,
-        after_a_step_that_was_clipped,
-        after_logging,
-        before_logging,
-    )
-}
+AFTER_A_LOOK = (
+    *(after_clipping, before_clipping, after_a_step_that_was_clipped),
+    *(after_logging, before_logging),
+)
 
 
 @pytest.mark.parametrize(
@@ -275,7 +163,7 @@ AFTER_A_LOOK: dict[str, writes.Script] = {
     [
         *covering(AFTER_A_LOOK, WHOLE, OPTIMIZERS),
         *covering(
-            [name for name in AFTER_A_LOOK if "logging" not in name],  # lean masters have no values
+            AFTER_A_LOOK[:3],  # lean masters have no values to log
             LEAN,
             ["FusedAdam", "FusedSGD"],
             strength=1,
@@ -283,9 +171,9 @@ AFTER_A_LOOK: dict[str, writes.Script] = {
     ],
 )
 def test_a_look_at_masters_takes_no_write_to_weights_back(
-    script: str, level: str, optimizer: str
+    script: training.Script, level: str, optimizer: str
 ) -> None:
-    writes.check(AFTER_A_LOOK[script], level, optimizer)
+    training.check(script, level, optimizer)
 
 
 def weights_and_then_masters(t: Training) -> None:
@@ -322,17 +210,14 @@ def masters_saved_and_then_weights(t: Training) -> None:
         t.results += t.state
 
 
-BOTH: dict[str, writes.Script] = {
-    script.__name__: script
-    for script in (weights_and_then_masters, masters_and_then_weights, masters_saved_and_then_weights)
-}
+BOTH = (weights_and_then_masters, masters_and_then_weights, masters_saved_and_then_weights)
 
 
 @pytest.mark.parametrize(("script", "level", "optimizer"), covering(BOTH, WHOLE, OPTIMIZERS))
 def test_writes_to_weights_and_to_masters_come_one_after_the_other(
-    script: str, level: str, optimizer: str
+    script: training.Script, level: str, optimizer: str
 ) -> None:
-    writes.check(BOTH[script], level, optimizer)
+    training.check(script, level, optimizer)
 
 
 # Wrappers of optimizers.
@@ -384,9 +269,9 @@ def wrapped_and_saved(t: Training) -> None:
     ],
 )
 def test_a_wrapper_that_writes_the_models_parameters_in_its_step_is_heard(
-    wrap: Any, script: writes.Script, level: str, optimizer: str
+    wrap: Any, script: training.Script, level: str, optimizer: str
 ) -> None:
-    writes.check(script, level, optimizer, wrap)
+    training.check(script, level, optimizer, wrap)
 
 
 # Entries of a state dict.
@@ -402,7 +287,7 @@ def test_what_is_written_to_an_entry_shows_in_the_next_state_dict(
     t = Training(level, optimizer)
     t.iterate(2)
     before = t.state
-    values = torch.rand(writes.WIDTH, writes.WIDTH) + 0.5
+    values = torch.rand(training.WIDTH, training.WIDTH) + 0.5
     entry = t.model.state_dict()["first.weight"]
     (entry if traced else entry.data).copy_(values)
     weight, *others = t.state
@@ -438,7 +323,7 @@ def test_entries_and_weights_that_are_both_written_without_a_trace_count_each(le
     t.model.first.weight.data[1] = 0.5
     t.model.second.weight.data.fill_(0.125)
     first, _, second, *_ = t.state
-    assert torch.equal(first[:2], torch.tensor([[0.25], [0.5]]).expand(2, writes.WIDTH))
+    assert torch.equal(first[:2], torch.tensor([[0.25], [0.5]]).expand(2, training.WIDTH))
     assert torch.equal(second, torch.full_like(second, 0.125))
     t.evaluate()
     assert torch.equal(t.model.first.weight[:2].float(), first[:2])
@@ -479,7 +364,7 @@ def test_other_elements_of_a_weight_and_of_its_master_may_be_written(level: str)
     master, weight = next(iter(amp.master_params(t.optimizer))), t.model.first.weight
     master.data[0], weight.data[1] = 0.3, 0.5
     t.evaluate()
-    assert torch.equal(t.state[0][:2], torch.tensor([[0.3], [0.5]]).expand(2, writes.WIDTH))
+    assert torch.equal(t.state[0][:2], torch.tensor([[0.3], [0.5]]).expand(2, training.WIDTH))
 
 
 class Moving(torch.optim.SGD):
