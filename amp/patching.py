@@ -15,6 +15,7 @@ import functools
 import inspect
 import itertools
 import operator
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -219,10 +220,20 @@ def unpatched(function: Any) -> Any:
 # Functions that were imported by name.
 
 
+_WITHOUT_TORCH = {"torch", "amp", "triton", "numpy", "sympy", "mpmath", "networkx", "jinja2", "yaml"}
+"""Packages that take no function of torch by name: torch, what it imports, and ours."""
+_STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120
+
+
 def modules_of_others() -> Iterator[ModuleType]:
-    """Yield the loaded modules that are neither torch's nor ours."""
+    """Yield the loaded modules that may have imported a function of torch by name."""
     for name, module in sys.modules.copy().items():  # at once: another thread may import meanwhile
-        if isinstance(module, ModuleType) and name.partition(".")[0] not in ("torch", "amp"):
+        package = name.partition(".")[0]
+        if package in _WITHOUT_TORCH or not isinstance(module, ModuleType):
+            continue
+        # A script's own module may be called as one of the standard library.
+        is_pythons = package in sys.stdlib_module_names
+        if not (is_pythons and str(vars(module).get("__file__")).startswith(_STDLIB)):
             yield module
 
 

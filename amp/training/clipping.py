@@ -47,12 +47,13 @@ def patch_clipping(undo: Undo, has_masters: bool) -> None:
     shown: dict[int, tuple[Any, str, Any]] = {}
 
     def show() -> None:
-        for module in modules_of_others():
+        for module in modules_of_others() if shown else ():
             show_patched(module, shown)
 
-    def take_back() -> None:
+    def take_back() -> None:  # once: the garbage collector calls it too
         patches.undo()
         show()
+        shown.clear()
 
     undo.always(take_back)
     for patch in (*PATCHES, *PATCHES_WITH_MASTERS) if has_masters and not HAS_GRAD_DTYPE else PATCHES:
