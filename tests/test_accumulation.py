@@ -136,9 +136,9 @@ BETWEEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("clears", ["the model", "each parameter"])
 @pytest.mark.parametrize(
-    ("between", "optimizer", "level"), covering(BETWEEN, [*OPTIMIZERS, "AdamW"], DYNAMIC)
+    ("between", "optimizer", "level", "clears"),
+    covering(BETWEEN, [*OPTIMIZERS, "AdamW"], DYNAMIC, ["the model", "each parameter"]),
 )
 @pytest.mark.filterwarnings("ignore:an amp.scale_loss block has ended, and no")
 def test_an_overflow_whose_gradients_somebody_clears_skips_no_later_step(

@@ -14,6 +14,7 @@ import amp
 from amp.fp16_utils import FP16_Optimizer
 from amp.numerics import bits, crises, gradient_survival, lab, simulate_scaler, watch
 from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from tests.covering import covering
 from tests.levels import LEVELS
 
 
@@ -29,21 +30,20 @@ def model_and_input() -> tuple[nn.Module, Tensor]:
     return model, torch.randn(6, 4)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {}),
-        (torch.optim.AdamW, {"fused": True}),
-        (FusedSGD, {"momentum": 0.9}),
-        (FusedAdam, {"max_grad_norm": 1.0, "eps": 1e-4}),
-        (FusedLAMB, {}),
-        (FusedNovoGrad, {}),
-    ],
-)
-def test_training_and_resuming(elsewhere: Any, level: str, kind: Any, options: Any) -> None:
+KINDS: dict[Any, dict[str, Any]] = {
+    torch.optim.SGD: {},
+    torch.optim.AdamW: {"fused": True},
+    FusedSGD: {"momentum": 0.9},
+    FusedAdam: {"max_grad_norm": 1.0, "eps": 1e-4},
+    FusedLAMB: {},
+    FusedNovoGrad: {},
+}
+
+
+@pytest.mark.parametrize(("level", "kind"), covering(LEVELS, KINDS, strength=1))
+def test_training_and_resuming(elsewhere: Any, level: str, kind: Any) -> None:
     model, x = model_and_input()
-    optimizer = kind(model.parameters(), lr=0.01, **options)
+    optimizer = kind(model.parameters(), lr=0.01, **KINDS[kind])
     elsewhere()
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0

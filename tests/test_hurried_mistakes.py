@@ -473,11 +473,17 @@ for _ in range(steps):
             "1",
             "required: --steps\nreamp: the script failed: it ended with exit status 2",
         ),
-        ("doctor train.py -- --steps 0", "1", "reamp: the script failed: it ended: no data found"),
-        (
+        pytest.param(
+            "doctor train.py -- --steps 0",
+            "1",
+            "reamp: the script failed: it ended: no data found",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "doctor train.py --at 9 -- --steps 5",
             "1",
             "reamp: nothing was watched: training ended after 5 steps, before step 9",
+            marks=pytest.mark.slow,
         ),
         (
             "doctor train.py --at 1,9 -- --steps 5",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import amp
 from amp.kernels import backend, update_scale
 from amp.torch_versions import HAS_GRAD_DTYPE
+from tests.covering import covering
 from tests.levels import DYNAMIC
 
 LEVELS = ["O1", "O2", "O4", "O5", "O7"]
@@ -77,9 +78,10 @@ class Training:
         return [not torch.equal(x, y) for x, y in zip(before, self.values(), strict=True)]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("repair", [in_place, without_trace, by_another, by_removing])
+@pytest.mark.parametrize(
+    ("level", "optimizer", "repair"),
+    covering(LEVELS, OPTIMIZERS, [in_place, without_trace, by_another, by_removing]),
+)
 def test_gradients_that_were_repaired_are_stepped(
     level: str, optimizer: str, repair: Callable[[nn.Parameter], None]
 ) -> None:

@@ -185,7 +185,8 @@ SCRIPTS = (
 @pytest.mark.parametrize(
     ("script", "level", "optimizer"),
     [
-        *covering(SCRIPTS, WHOLE, OPTIMIZERS),
+        *covering(SCRIPTS, WHOLE, ["SGD", "AdamW, fused", "FusedAdam"]),
+        *covering(SCRIPTS, ["O2", "O5"], OPTIMIZERS, strength=1, slow_strength=1),
         *covering(SCRIPTS, LEAN, FUSED, strength=1),
         *covering(SCRIPTS, [level for level in LEAN if "split24" not in level], TORCHS, strength=1),
     ],

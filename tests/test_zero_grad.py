@@ -10,6 +10,7 @@ from torch import nn
 
 import amp
 from amp.optimizers import FusedAdam, FusedSGD
+from tests.covering import covering
 from tests.levels import LEVELS
 
 
@@ -81,10 +82,15 @@ CLEARS = {
 }
 
 
-@pytest.mark.parametrize("clears", CLEARS)
-@pytest.mark.parametrize("when", ["before backward", "after backward", "after a delay"])
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, FusedAdam])
-@pytest.mark.parametrize("level", [*LEVELS, "O1 and a scale of 1", "O5 and split16"])
+@pytest.mark.parametrize(
+    ("clears", "when", "optimizer_class", "level"),
+    covering(
+        CLEARS,
+        ["before backward", "after backward", "after a delay"],
+        [torch.optim.AdamW, FusedAdam],
+        [*LEVELS, "O1 and a scale of 1", "O5 and split16"],
+    ),
+)
 def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
     level: str, optimizer_class: Any, when: str, clears: str
 ) -> None:

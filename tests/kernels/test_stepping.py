@@ -599,7 +599,13 @@ def test_a_step_that_merges_steps_what_was_written_to_weights(
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-@pytest.mark.parametrize(("name", "dtype"), covering(RULES, [F16, BF16], strength=1))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=() if name in ("adam", "novograd") else pytest.mark.slow)
+        for name, dtype in zip(RULES, [F16, BF16] * 3, strict=True)
+    ],
+)
 def test_a_loop_that_merges_steps_what_was_written_to_weights(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

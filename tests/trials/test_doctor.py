@@ -64,8 +64,7 @@ def test_a_healthy_step(level: str) -> None:
     assert str(found).startswith("healthy: ")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(("level", "optimizer"), covering(["O1", "O2"], OPTIMIZERS, strength=1))
 def test_a_module_in_fp32(level: str, optimizer: str) -> None:
     found = prescribed(level, gain=500.0, optimizer=optimizer)
     assert found.report.cause == "range"
