@@ -1,7 +1,7 @@
 """What everybody types clips what is stepped: torch's functions find gradients at every level."""
 
+import sys
 import warnings
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -186,15 +186,14 @@ def test_other_models_are_clipped_as_before() -> None:
         torch.nn.utils.clip_grad_norm_((p for p in ()), 1.0)
 
 
-@pytest.fixture
-def importer() -> Iterator[ModuleType]:
-    import sys
-
-    module = ModuleType("a_script_that_clips")
+@pytest.fixture(params=["a_script_that_clips", "code"])
+def importer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module of the script, which may be called as one of the standard library."""
+    module = ModuleType(request.param)
+    module.__file__ = "/home/user/code.py"
     module.clip = torch.nn.utils.clip_grad_norm_  # type: ignore[attr-defined]
-    sys.modules[module.__name__] = module
-    yield module
-    del sys.modules[module.__name__]
+    monkeypatch.setitem(sys.modules, request.param, module)
+    return module
 
 
 def test_names_are_given_back(importer: Any) -> None:
