@@ -3,10 +3,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST_TRITON := $(VENV)/triton-3.6.0
+# The integrations have runs of their own: each session looks through all modules that are loaded.
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
+WITH_OLDEST := AMP_OLDEST_TRITON=$(abspath $(OLDEST_TRITON))
 PYTEST_GPU := PYTHONPATH=. $(PYTHON) -m pytest -m "gpu or triton" -p no:cacheprovider -p no:benchmark -rs  # pytest-benchmark warns beside -n
 
-.PHONY: help install demo docs test test-slow test-all test-gpu test-gpu-kernels test-gpu-training test-gpu-ops sanitize first-gpu bench bench-gpu bench-gpu-kernels bench-gpu-fp8 bench-gpu-step predict lint types mypy pyright format wheel clean
+.PHONY: help install demo docs test test-changed test-slow test-all test-gpu test-gpu-kernels test-gpu-training test-gpu-ops sanitize first-gpu bench bench-gpu bench-gpu-kernels bench-gpu-fp8 bench-gpu-step predict lint types mypy pyright format wheel clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this
@@ -27,13 +29,19 @@ test: $(READY)  ## Run the tests of what users see, in 5 to 11 minutes on 2 core
 	$(PYTEST) -m "not slow" --ignore tests/integrations
 	$(PYTEST) -m "not slow" tests/integrations
 
+test-changed: $(READY)  ## Run those that what differs from BASE=main needs, by folder
+	$(PYTEST) -m "not slow" $$(git diff --name-only $(or $(BASE),main) | $(BIN)/python tests/changed.py)
+
 test-slow: $(READY) $(OLDEST_TRITON)  ## Run the others: interpreter, compilers, browser, examples, oldest Triton
-	AMP_OLDEST_TRITON=$(abspath $(OLDEST_TRITON)) $(PYTEST) -m slow
+	$(WITH_OLDEST) $(PYTEST) -m slow --ignore tests/integrations
+	$(WITH_OLDEST) $(PYTEST) -m slow tests/integrations
 
 $(OLDEST_TRITON): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
 
-test-all: test test-slow  ## Run all tests
+test-all: $(READY) $(OLDEST_TRITON)  ## Run all tests
+	$(WITH_OLDEST) $(PYTEST) --ignore tests/integrations
+	$(WITH_OLDEST) $(PYTEST) tests/integrations
 
 test-gpu: test-gpu-kernels test-gpu-training test-gpu-ops  ## Run the tests that need a GPU, with the python3 at hand
 

@@ -88,6 +88,11 @@ def _changed(before: list[dict[str, object]], after: list[dict[str, object]]) ->
 
 
 MANY = 4
+LONG = (
+    *("test_every_op.py", "test_examples.py", "test_injecting.py", "test_interpreter.py"),
+    *("test_never_breaks.py", "test_odd_starts.py", "test_compiled.py", "test_distributed.py"),
+)
+"""Files with tests that take long: they are run first, so that no process is left with one of them."""
 
 
 @pytest.hookimpl(trylast=True)
@@ -108,6 +113,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+    items.sort(key=lambda item: item.path.name not in LONG)
 
 
 def pytest_collection_finish() -> None:
