@@ -19,7 +19,7 @@ from amp.masters.agreement import Pairs
 from amp.masters.pair import Pair
 from amp.optimizers import FusedAdam
 from tests.covering import covering
-from tests.levels import DYNAMIC, WITH_MASTERS
+from tests.levels import DYNAMIC
 from tests.models import LEVELS, MASTER_LEVELS, adamw, batch, conv_net, initialize, linear, sgd
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -161,41 +161,6 @@ def test_add_param_group(level: str) -> None:
     assert len(optimizer.param_groups) == 3
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_parameters_frozen_and_unfrozen_later(level: str) -> None:
-    model = conv_net()
-    model.conv.weight.requires_grad_(False)
-    model, optimizer = initialize(model, sgd(model), level)
-    start = model.state_dict()["conv.weight"].clone()
-    backward(model, optimizer)
-    optimizer.step()
-    assert torch.equal(model.state_dict()["conv.weight"], start)
-    model.conv.weight.requires_grad_(True)
-    model.head.weight.requires_grad_(False)
-    head = model.state_dict()["head.weight"].clone()
-    optimizer.zero_grad()
-    backward(model, optimizer)
-    optimizer.step()
-    assert not torch.equal(model.state_dict()["conv.weight"], start)
-    if level in ("O0", "O1", "O4"):  # SGD's momentum does not move a parameter without gradient
-        assert torch.equal(model.state_dict()["head.weight"], head)
-
-
-def test_what_was_written_to_a_frozen_parameter_reaches_its_master() -> None:
-    model = linear()
-    model.weight.requires_grad_(False)
-    model, optimizer = initialize(model, sgd(model, lr=0.0), "O2")
-    model.weight.data.fill_(3.0)
-    for _ in range(2):
-        with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        assert (model.weight == 3).all()
-        model.weight.requires_grad_(True)
-        optimizer.zero_grad()
-    assert (next(amp.master_params(optimizer)) == 3).all()
-
-
 @pytest.mark.parametrize(
     ("level", "how"),
     covering(LEVELS, ["none", "zero", "positional", "model", "model_zero"], strength=1),
@@ -232,27 +197,6 @@ def test_zero_grad_before_anything_else() -> None:
     optimizer.zero_grad()
     optimizer.step()  # nothing to do, and no error
     assert amp.step_was_skipped(optimizer) is False
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_that_are_none(level: str) -> None:
-    class TwoHeads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.used = nn.Linear(4, 1)
-            self.unused = nn.Linear(4, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.used(x)
-
-    model = TwoHeads()
-    model, optimizer = initialize(model, adamw(model), level)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    with amp.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert torch.equal(model.state_dict()["unused.weight"], before["unused.weight"])
-    assert not torch.equal(model.state_dict()["used.weight"], before["used.weight"])
 
 
 @pytest.mark.parametrize(
@@ -419,25 +363,6 @@ def test_a_scheduler_between_two_sessions() -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_several_optimizers_over_one_model(level: str) -> None:
-    model = conv_net()
-    optimizers = [
-        torch.optim.SGD(model.conv.parameters(), lr=0.1),
-        torch.optim.AdamW([*model.norm.parameters(), *model.head.parameters()], lr=0.01, eps=1e-3),
-    ]
-    model, optimizers = initialize(model, optimizers, level)
-    first = loss_of(model).item()
-    for _ in range(8):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model), optimizers) as scaled_loss:
-            scaled_loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    assert loss_of(model).item() < first / 1.5
-
-
-@pytest.mark.parametrize("level", LEVELS)
 def test_one_optimizer_over_several_models(level: str) -> None:
     torch.manual_seed(0)
     encoder, decoder = nn.Linear(4, 3), nn.Linear(3, 4)
@@ -521,36 +446,6 @@ def test_an_optimizer_can_be_copied_and_saved() -> None:
         twin.step()
 
 
-@pytest.mark.parametrize("level", WITH_MASTERS)
-def test_gradients_made_without_scale_loss_count(level: str) -> None:
-    """A plain backward is unscaled: alone, or before a block."""
-    model = linear()
-    model, optimizer = initialize(model, sgd(model, lr=1.0, momentum=0), level)
-    start = model.state_dict()["weight"].clone()
-    model(torch.ones(1, 4)).sum().backward()
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert torch.equal(model.state_dict()["weight"], start - 2)
-    optimizer.zero_grad()
-    model(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    assert torch.equal(model.state_dict()["weight"], start - 3)
-
-
-def test_clipping_the_masters_clips_the_step() -> None:
-    model = linear()
-    model, optimizer = initialize(model, sgd(model, lr=1.0, momentum=0), "O2")
-    start = model.state_dict()["weight"].clone()
-    with amp.scale_loss(model(10 * torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 1.0)
-    torch.testing.assert_close(norm, torch.tensor(math.sqrt(16 * 10**2 + 4)))
-    optimizer.step()
-    step = torch.linalg.vector_norm(model.state_dict()["weight"] - start)
-    assert 0.99 < step <= 1.0
-
-
 def test_a_model_moved_after_initialize_gets_an_error() -> None:
     with pytest.raises(
         RuntimeError, match=r"\(2,\) is on meta and its FP32 master on cpu.*Move it first"
@@ -593,50 +488,7 @@ def test_a_model_cast_to_fp32_after_initialize_is_cast_back_and_named(level: str
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
-def test_step_inside_the_block_is_an_error() -> None:
-    model = linear()
-    model, optimizer = initialize(model, sgd(model), "O1")
-    with (
-        pytest.raises(RuntimeError, match="inside the amp.scale_loss block"),
-        amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
-        optimizer.step()
-
-
 # Weights written from outside.
-
-
-@pytest.mark.parametrize("level", MASTER_LEVELS)
-def test_what_is_written_to_weights_reaches_the_masters(level: str) -> None:
-    model = linear()
-    model, optimizer = initialize(model, sgd(model, lr=0.0), level)
-    exact = model.state_dict()["bias"].clone()
-    model.weight.data.fill_(0.5)  # before the first step even this is seen
-    optimizer.step()
-    assert (model.weight == 0.5).all()
-    nn.init.constant_(model.weight, 0.25)
-    assert (model.state_dict()["weight"] == 0.25).all()
-    with torch.no_grad():
-        model.weight[0].clamp_(max=0.125)
-    optimizer.step()
-    assert (model.weight[0] == 0.125).all()
-    assert (model.weight[1:] == 0.25).all()
-    assert torch.equal(model.state_dict()["bias"], exact), "what nobody wrote keeps its bits"
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_optimizers_in_turn_over_the_same_parameters(level: str) -> None:
-    """With nothing but `model.zero_grad()` between them."""
-    model = linear()
-    a, b = sgd(model, lr=0.0), sgd(model, lr=0.0)
-    model, (a, b) = initialize(model, [a, b], level)
-    for optimizer in (a, b, a, a, b):
-        with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        assert (next(amp.master_params(optimizer)).grad == 1).all()
-        optimizer.step()
-        model.zero_grad()
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -765,22 +617,6 @@ def test_fused_optimizers_skip_by_themselves_and_end_where_others_do(
     for on_device, on_host in zip(*results, strict=True):
         assert torch.equal(on_device, on_host)
         assert on_device.isfinite().all()
-
-
-def test_two_losses_of_which_one_overflows_skip_a_fused_step() -> None:
-    model = linear()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = initialize(model, optimizer, "O2", num_losses=2)
-    for factors in ((1.0, 1.0), (1.0, math.inf), (math.inf, 1.0)):
-        before = model.weight.detach().clone()
-        for loss_id, factor in enumerate(factors):
-            loss = model(torch.ones(1, 4)).float().sum() * factor
-            with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
-                scaled_loss.backward()
-        optimizer.step()
-        assert torch.equal(before, model.weight) == (math.inf in factors)
-        assert amp.step_was_skipped(optimizer) == (math.inf in factors)
-    assert [amp.loss_scale(i) for i in range(2)] == [512, 512]
 
 
 def test_a_group_that_is_not_fused_any_more_is_decided_by_the_host() -> None:
