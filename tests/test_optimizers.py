@@ -491,6 +491,24 @@ def test_a_model_cast_to_fp32_after_initialize_is_cast_back_and_named(level: str
 # Weights written from outside.
 
 
+@pytest.mark.parametrize("level", MASTER_LEVELS)
+def test_what_is_written_to_weights_reaches_the_masters(level: str) -> None:
+    model = linear()
+    model, optimizer = initialize(model, sgd(model, lr=0.0), level)
+    exact = model.state_dict()["bias"].clone()
+    model.weight.data.fill_(0.5)  # before the first step even this is seen
+    optimizer.step()
+    assert (model.weight == 0.5).all()
+    nn.init.constant_(model.weight, 0.25)
+    assert (model.state_dict()["weight"] == 0.25).all()
+    with torch.no_grad():
+        model.weight[0].clamp_(max=0.125)
+    optimizer.step()
+    assert (model.weight[0] == 0.125).all()
+    assert (model.weight[1:] == 0.25).all()
+    assert torch.equal(model.state_dict()["bias"], exact), "what nobody wrote keeps its bits"
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_one_loss_for_optimizers_of_two_initialize_calls(level: str) -> None:
     models = [linear(seed) for seed in range(2)]
