@@ -39,9 +39,7 @@ test-slow: $(READY) $(OLDEST_TRITON)  ## Run the others: interpreter, compilers,
 $(OLDEST_TRITON): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@ triton==3.6.0
 
-test-all: $(READY) $(OLDEST_TRITON)  ## Run all tests
-	$(WITH_OLDEST) $(PYTEST) --ignore tests/integrations
-	$(WITH_OLDEST) $(PYTEST) tests/integrations
+test-all: test test-slow  ## Run all tests
 
 test-gpu: test-gpu-kernels test-gpu-training test-gpu-ops  ## Run the tests that need a GPU, with the python3 at hand
 
