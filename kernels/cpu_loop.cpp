@@ -134,18 +134,21 @@ static inline Ints if_less(const Ints &x, const Ints &y, const Ints &one, const 
     return Ints::blendv(other, one, x < y);
 }
 
-/* The indices of elements in the whole tensor, with their halves combined by ^; see Origin. */
+static inline Ints if_number(const Ints &one, const Floats &x, const Ints &other)
+{
+    const Floats is_number = x == x;
+    return Ints::blendv(other, one, bits(is_number));
+}
+
+/* The lower halves of the indices of elements in the whole tensor; see Origin. */
 static inline Ints index_of(const int64_t *origin, int64_t i)
 {
-    const int64_t first = origin[1], run = origin[2], pitch = origin[3], at = first + i;
-    if (!run && at >> 32 == (at + WIDTH - 1) >> 32)
-        return (Ints((int32_t)at) + Ints::arange(0, 1)) ^ Ints((int32_t)(at >> 32));
-    int32_t combined[WIDTH];
-    for (int64_t k = i; k < i + WIDTH; k++) {
-        const int64_t index = first + (run ? k / run * pitch + k % run : k);
-        combined[k - i] = (int32_t)index ^ (int32_t)(index >> 32);
-    }
-    return Ints::loadu(combined);
+    const int64_t first = origin[1], run = origin[2], pitch = origin[3];
+    if (!run) return Ints((int32_t)(first + i)) + Ints::arange(0, 1);
+    int32_t indices[WIDTH];
+    for (int64_t k = i; k < i + WIDTH; k++)
+        indices[k - i] = (int32_t)(first + k / run * pitch + k % run);
+    return Ints::loadu(indices);
 }
 
 /* Process n elements of a tensor from i on, a vector of them or fewer. */

@@ -106,6 +106,7 @@ _IN_CPP = Functions(
     least=lambda x, y: x.call("minimum", y),
     most=lambda x, y: x.call("maximum", y),
     if_less=lambda x, y, one, other: x.call("if_less", y, one, other),
+    if_number=lambda x, one, other: one.call("if_number", x, other),
     sqrt=_Expression.sqrt,
     inverse=lambda x: 1.0 / x,
 )
@@ -267,7 +268,7 @@ def source_of(
     if is_random:
         origin = f"row + {len(types) + 1}"
         key = _Expression(body, f"Ints((int32_t)({origin})[0])", "Ints")
-        first = plain(mixed)(_Expression(body, f"index_of({origin}, i)", "Ints") ^ key)
+        first = plain(mixed)(_Expression(body, f"index_of({origin}, i)", "Ints") + key)
         second = plain(mixed)(first + key)
     functions = _Expression.sqrt, operator.truediv, _plus_product
     p, new = formula(p, read("grad") * scale, old, prepared, *functions)
@@ -280,7 +281,7 @@ def source_of(
             results[name] = moment
             if is_random and type_of[name] == "c10::BFloat16":
                 results[name] = plain(bfloat16_bits)(
-                    moment, first >> 16 * k & 0xFFFF, _IN_CPP.bits, _IN_CPP.if_less
+                    moment, first >> 16 * (1 - k) & 0xFFFF, _IN_CPP.bits, _IN_CPP.if_number
                 )
     if low:
         own = second if len(moments) == 2 else first

@@ -75,6 +75,8 @@ def constant(value: float) -> Any:
     return value if triton is None else tl.constexpr(value)
 
 
+WITHOUT_FMA = constant(INTERPRETED)
+"""Whether `tl.fma` rounds twice, as NumPy does."""
 _INTERPRETED = constant(INTERPRETED)
 VECTOR = constant(8)
 STEP = constant(1024)
@@ -280,6 +282,12 @@ def most(x, y):
 def if_less(x, y, one, other):
     """Return `one` where x is less than y, and else `other`."""
     return tl.where(x < y, one, other)
+
+
+@jit
+def if_number(x, one, other):
+    """Return `other` where x, float32, is NaN, and else `one`."""
+    return tl.where(x == x, one, other)
 
 
 @jit

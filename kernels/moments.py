@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from amp.kernels import packing
@@ -22,6 +23,7 @@ from amp.kernels.language import (
     bits,
     each_part,
     if_less,
+    if_number,
     jit,
     least,
     most,
@@ -75,7 +77,8 @@ def _pack(pointers, i, mask, arguments):
     first, second, words = pointers
     m = widened(tl.load(first + i, mask=mask, other=0.0))
     v = widened(tl.load(second + i, mask=mask, other=0.0))
-    word = packed(m, v, NEAREST, square_root, inverse, bits, number, least, most, if_less)
+    v = tl.where(v >= 0.0, v, float("inf"))
+    word = packed(m, v, NEAREST, square_root, inverse, bits, number, least, most, if_less, if_number)
     tl.store(words + i, word.to(tl.int16), mask=mask)
     return 0
 
@@ -104,7 +107,9 @@ def pack_reference(firsts: list[Tensor], seconds: list[Tensor], words: list[Tens
     """Do `pack` in plain torch."""
     for tensors in zip(firsts, seconds, words, strict=True):
         for first, second, word in slices(*tensors):
-            word.copy_(packing.pack(first.float(), second.float(), TO_NEAREST))
+            v = second.float()
+            v = torch.where(v >= 0, v, torch.inf)
+            word.copy_(packing.pack(first.float(), v, TO_NEAREST))
 
 
 def unpack_reference(words: list[Tensor], firsts: list[Tensor], seconds: list[Tensor]) -> None:

@@ -2,16 +2,19 @@
 
 Each formula has operators of float32 and int32 blocks, and calls a few functions that it is given:
 `bits` and `number` reinterpret float32 as int32 and back, `whole` and `real` convert, `least` and
-`most` are the minimum and maximum, `if_less(x, y, one, other)` is one where x < y, and `inverse(s)` is
-1 / s, rounded to nearest. So Triton, plain torch and the loop in C++ run one source, and give the same
-bits.
+`most` are the minimum and maximum, `if_less(x, y, one, other)` is one where x < y, and `if_number(x,
+one, other)` where x is not NaN; `inverse(s)` is 1 / s, rounded to nearest. So Triton, plain torch and
+the loop in C++ run one source, and give the same bits.
 
 **Random bits.** An element's are a hash of the tensor's key, which depends on its seed and step, and of
 the element's index in the whole tensor, so they are the same however the tensor is divided. Elements
 are counted in the order of the memory if the tensor has no gaps, so a tensor in channels-last has other
-bits than a contiguous one.
+bits than a contiguous one. Elements that are 2^32 apart have the same bits.
 
-    key = mixed(mixed(seed) + step)         x = mixed(index ^ (index >> 32) ^ key)
+    key = mixed(mixed(seed) + step)         x = mixed(index + key)          in int32, which wraps
+
+A second moment is rounded by the upper 20 of these 32 bits, the ratio of a first one by the lower 20,
+and a master by the lower 8. What two of them share decides on one of them in one case of 2^12.
 
 **Steps** are counted in float32, which adds 1 up to 2^24. From there on each step makes the count the
 next float32 number, whose pattern is the `step` of the key, so each step has its own bits.
@@ -31,9 +34,9 @@ import torch
 from torch import Tensor
 
 from amp.kernels import update_scale
-from amp.kernels.language import constant, jit, plain, tl
+from amp.kernels.language import WITHOUT_FMA, constant, jit, plain, tl
 
-TO_NEAREST = -0x7F7F8000
+TO_NEAREST = -0x7FF7FF80
 """In place of random bits: rounds to nearest."""
 NEAREST = constant(TO_NEAREST)
 
@@ -42,15 +45,12 @@ NEAREST = constant(TO_NEAREST)
 def mixed(x):
     """Return a hash of int32 that looks random.
 
-    Source: the hash `triple32` of Wellons' hash-prospector (public domain).
+    Source: the hash `lowbias32` of Wellons' hash-prospector (public domain), without its first shift.
     """
-    x = x ^ (x >> 17 & 0x7FFF)
-    x = x * -0x12A52B45
-    x = x ^ (x >> 11 & 0x1FFFFF)
-    x = x * -0x53B3E4AF
+    x = x * 0x7FEB352D
     x = x ^ (x >> 15 & 0x1FFFF)
-    x = x * 0x31848BAB
-    return x ^ (x >> 14 & 0x3FFFF)
+    x = x * -0x7B935975
+    return x ^ (x >> 16 & 0xFFFF)
 
 
 @jit
@@ -66,10 +66,9 @@ def step_of_key(t, bits, whole, if_less):
 
 
 @jit
-def bfloat16_bits(value, noise, bits, if_less):
+def bfloat16_bits(value, noise, bits, if_number):
     """Return float32 values in bfloat16, as int32; `noise` has 16 random bits."""
-    pattern = bits(value)
-    pattern = if_less(pattern & 0x7FFFFFFF, 0x7F800001, pattern, 0x7FC00000)  # one of all NaN
+    pattern = if_number(value, bits(value), 0x7FC00000)  # one of all NaN
     return pattern + noise >> 16  # inf stays inf: its lower bits are 0
 
 
@@ -77,25 +76,29 @@ def bfloat16_bits(value, noise, bits, if_less):
 def inverse(s):
     """Return 1 / s, rounded to nearest, of numbers with 3 bits of mantissa, by Newton's method."""
     guess = (0x7EF15E7A - s.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    guess = guess * (2.0 - s * guess)
-    guess = guess * (2.0 - s * guess)
-    return guess * (2.0 - s * guess)
+    for _ in tl.static_range(3):
+        if WITHOUT_FMA:
+            guess = guess * (2.0 - s * guess)
+        else:
+            guess = tl.fma(guess, tl.fma(-s, guess, 1.0), guess)
+    return guess
 
 
 @jit
-def packed(m, v, x, sqrt, inverse, bits, number, least, most, if_less):
-    """Return the words of two moments, int32, of which the lower half counts; `x` has random bits."""
-    # `& 0x7FFFFFFF` and 0x7F800000 make one of all NaN.
-    root = least(bits(sqrt(v)) & 0x7FFFFFFF, 0x7F800000)
+def packed(m, v, x, sqrt, inverse, bits, number, least, most, if_less, if_number):
+    """Return the words of two moments, int32, of which the lower half counts; `x` has random bits.
+
+    Where v is NaN, m is too.
+    """
+    root = bits(sqrt(v))
     # From the code 1, which is 696 << 20, to the code 511.
-    s = most(least(root + (x << 4 & 0xFFFF0 | 8), 0x4B6FFFFF), 0x2B800000) & -0x100000
-    ratio = bits(m * inverse(number(s)))
-    sign, size = ratio >> 31, ratio & 0x7FFFFFFF
-    above = least(bits(number(size) + 0.25), 0x42700000) + (x >> 4 & 0xFF000 | 0x800)
-    above = if_less(size, 0x7F800001, above, 0x42800000)  # NaN becomes 64
-    magnitude = (above >> 20) - 1000
+    s = most(least(root + (x >> 12 & 0xFFFFF), 0x4B6FFFFF), 0x2B800000) & -0x100000
+    ratio = m * inverse(number(s))
+    sign, size = bits(ratio) >> 31, bits(ratio) & 0x7FFFFFFF
+    above = least(bits(number(size) + 0.25), 0x42700000)
+    magnitude = above + (x & 0xFFFFF) - (1000 << 20) >> 20
     word = s - 0x2B700000 >> 13 | (magnitude ^ sign) - sign & 127
-    return if_less(root, 1, 0, word)
+    return if_number(ratio, if_less(root, 1, 0, word), -64)
 
 
 @jit
@@ -118,15 +121,14 @@ def joined(high, low, number, if_less, BITS):
 
 
 @jit
-def parted(master, x, bits, if_less, BITS):
+def parted(master, x, bits, if_number, BITS):
     """Return bfloat16 weights and low halves, int32, of masters; `x` has random bits if BITS is 8.
 
     Of a weight the lower 16 bits count, and of a low half the lower BITS.
     """
-    pattern = bits(master)
-    pattern = if_less(pattern & 0x7FFFFFFF, 0x7F800001, pattern, 0x7FC00000)  # one of all NaN
+    pattern = if_number(master, bits(master), 0x7FC00000)  # one of all NaN
     if BITS == 8:
-        pattern = pattern + (x >> 24 & 0xFF)  # inf and NaN stay so: their lower bits are 0
+        pattern = pattern + (x & 0xFF)  # inf and NaN stay so: their lower bits are 0
     return pattern + 0x8000 >> 16, pattern >> 16 - BITS
 
 
@@ -162,7 +164,7 @@ def parted_half(master, x, bits, number, real, whole, least, if_less, BITS):
         word = least(size, 0x47800FE0) - 0x38000000 << 3
         word = if_less(size, 0x38800000, whole(smaller * 2.0**40), word)
         word = if_less(size, 0x7F800001, word, 0x7E000000)
-        word = word + (x >> 24 & 0xFF) | sign
+        word = word + (x & 0xFF) | sign
         return word + 0x8000 >> 16, word >> 8
     units = smaller * 2.0**24  # of float16's smallest number
     down = whole(units)
@@ -189,6 +191,7 @@ class Functions(NamedTuple):
     least: Callable[[Any, int], Any]
     most: Callable[[Any, Any], Any]
     if_less: Callable[[Any, Any, Any, Any], Any]
+    if_number: Callable[[Any, Any, Any], Any]
     sqrt: Callable[[Any], Any]
     inverse: Callable[[Any], Any]
 
@@ -209,6 +212,7 @@ IN_TORCH = Functions(
     least=lambda x, y: torch.clamp(x, max=y),
     most=lambda x, y: torch.clamp(x, min=y),
     if_less=lambda x, y, one, other: torch.where(x < y, one, other),
+    if_number=lambda x, one, other: torch.where(x == x, one, other),
     sqrt=_sqrt,
     inverse=lambda x: 1.0 / x,
 )
@@ -239,7 +243,7 @@ def keys_of(seeds: Sequence[int], t: float) -> Tensor:
 
 def pack(m: Any, v: Any, x: Any, of: Functions = IN_TORCH) -> Any:
     """Return the words of two moments, int32; see `packed`."""
-    functions = of.sqrt, of.inverse, of.bits, of.number, of.least, of.most, of.if_less
+    functions = of.sqrt, of.inverse, of.bits, of.number, of.least, of.most, of.if_less, of.if_number
     return plain(packed)(m, v, x, *functions)
 
 
@@ -263,4 +267,4 @@ def part_halves(master: Any, x: Any, is_half: bool, width: int, of: Functions = 
     if is_half:
         functions = of.bits, of.number, of.real, of.whole, of.least, of.if_less
         return plain(parted_half)(master, x, *functions, width)
-    return plain(parted)(master, x, of.bits, of.if_less, width)
+    return plain(parted)(master, x, of.bits, of.if_number, width)

@@ -187,7 +187,7 @@ def _random_bits(
         indices.append(begins + at // run * pitch + at % run if run else at)
     index, own_keys = torch.cat(indices), keys[[piece.tensor for piece in pieces]].to(device)
     key = own_keys.repeat_interleave(torch.tensor(sizes, device=device), output_size=len(index))
-    one = plain(mixed)(index.int() ^ (index >> 32).int() ^ key)
+    one = plain(mixed)(index.int() + key)
     other = plain(mixed)(one + key)
     for piece, *own in zip(pieces, one.split(sizes), other.split(sizes), strict=True):
         first, second = map(piece.shaped, own)
@@ -316,6 +316,6 @@ def _both_moments(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_stochastically(source: Tensor, noise: Tensor, k: int) -> Tensor:
-    """Return float32 values in bfloat16, rounded up or down by the k-th 16 of 32 random bits."""
-    half, of = noise >> 16 * k & 0xFFFF, IN_TORCH
-    return plain(bfloat16_bits)(source, half, of.bits, of.if_less).short().view(torch.bfloat16)  # type: ignore[no-any-return]
+    """Return the k-th moments, float32, in bfloat16, rounded up or down by 16 of 32 random bits."""
+    half, of = noise >> 16 * (1 - k) & 0xFFFF, IN_TORCH
+    return plain(bfloat16_bits)(source, half, of.bits, of.if_number).short().view(torch.bfloat16)  # type: ignore[no-any-return]

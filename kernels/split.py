@@ -39,6 +39,7 @@ from amp.kernels.language import (
     bits,
     each_part,
     if_less,
+    if_number,
     jit,
     least,
     most,
@@ -136,7 +137,7 @@ def encode_block(master, WEIGHT: tl.constexpr, LOW: tl.constexpr, noise):
         return _halves(weight.to(tl.float32) + low.to(tl.float32), WEIGHT)
     width: tl.constexpr = LOW.primitive_bitwidth  # pyright: ignore[reportAttributeAccessIssue]
     if WEIGHT == tl.bfloat16:  # noqa: SIM300
-        high, rest = parted(master, noise, bits, if_less, width)
+        high, rest = parted(master, noise, bits, if_number, width)
     else:
         high, rest = parted_half(master, noise, bits, number, real, whole, least, if_less, width)
     return high.to(tl.int16).to(WEIGHT, bitcast=True), rest.to(LOW)

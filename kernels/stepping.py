@@ -46,6 +46,7 @@ from amp.kernels.language import (
     bits,
     chunk_addresses,
     if_less,
+    if_number,
     jit,
     least,
     load_all,
@@ -72,12 +73,12 @@ from amp.kernels.packing import (
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, StepArguments, UpdateRule, plus_product, quotient, square_root
 from amp.kernels.split import decode_block, encode_block
-from amp.kernels.tensor_lists import TensorList, dense
+from amp.kernels.tensor_lists import Kind, TensorList, dense
 
 BLOCK = 2048
 """How many elements a program steps at a time."""
-RANDOM_PARTS = 2
-"""How many such parts a program steps if it rounds at random, which needs much computation first."""
+MANY = 2**25
+"""From so many elements on, programs that step more of them are still enough to fill a GPU."""
 REGISTERS, RANDOM_REGISTERS = 64, 80
 """So many registers let four or three programs share a multiprocessor of 64Ki. On an H100 four were
 faster, also where a thread spills some numbers; but not with two moments that are rounded at random.
@@ -151,7 +152,7 @@ def step(
         merges=merges and models is not None,
         backend=backend,
     )
-    block = BLOCK if origins is None else RANDOM_PARTS * BLOCK
+    block = parts_of(lists["param"].kind, origins is not None, "low" in lists) * BLOCK
     todo = plan(*lists.values(), block=block, numbers=steps, backend=backend)
     in_triton = [each for each in todo.launches if torch.float64 not in each.dtypes]
     in_torch = [each.indices for each in todo.launches if torch.float64 in each.dtypes]
@@ -174,12 +175,23 @@ def step(
         planned.make()
 
 
+@functools.lru_cache(maxsize=256)
+def parts_of(kind: Kind, is_random: bool, is_split: bool) -> int:
+    """Return how many parts of `BLOCK` elements a program steps, of parameters of a kind.
+
+    What a program computes first, it computes for all of them: most if it rounds at random.
+    """
+    parts = 2 if is_random else 1
+    return 2 * parts if (is_random or is_split) and sum(kind.sizes) >= MANY else parts
+
+
 def _prepared_launch(
     arguments: StepArguments, each: Launch, of_tensor: Tensor | None, sums: Tensor | None = None
 ) -> Change:
     """Return the launch that steps some of the tensors; with `sums`, the one that measures them."""
     rule, lists, device = arguments.rule, arguments.lists, each.device
     origins: Sequence[Origin] = arguments.origins or ()
+    parts = parts_of(lists["param"].kind, arguments.origins is not None, "low" in lists)
     if has_runs := any(origin.run for origin in origins):
         origins = [
             origin if origin.run else origin._replace(run=2**30, pitch=2**30) for origin in origins
@@ -206,8 +218,8 @@ def _prepared_launch(
         OTHER="model" if "model" in lists else "low" if "low" in lists else None,
         MERGES=arguments.merges,
         HAS_RUNS=has_runs,
-        PARTS=RANDOM_PARTS if origins else 1,
-        BLOCK=RANDOM_PARTS * BLOCK if origins else BLOCK,
+        PARTS=parts,
+        BLOCK=parts * BLOCK,
         COUNTERS=COUNTERS,
     )
 
@@ -255,8 +267,8 @@ def _random_bits(random, i):
     index = first + i
     if run is not None:
         within = inside + i
-        index = first + (within // run).to(tl.int64) * pitch + within % run
-    return mixed(index.to(tl.int32) ^ key ^ (index >> 32).to(tl.int32))
+        index = first + within // run * pitch + within % run
+    return mixed(index + key)
 
 
 @jit
@@ -264,7 +276,7 @@ def _narrow_moment(x, dtype: tl.constexpr, noise):
     """Return a moment in its dtype, rounded by 16 random bits if there are any."""
     if noise is not None:
         if dtype == tl.bfloat16:
-            return bfloat16_bits(x, noise, bits, if_less).to(tl.int16).to(tl.bfloat16, bitcast=True)
+            return bfloat16_bits(x, noise, bits, if_number).to(tl.int16).to(tl.bfloat16, bitcast=True)
     return narrow(x, dtype)
 
 
@@ -309,13 +321,13 @@ def _step_block(
         noise = _random_bits(random, i)
     if PACKED:
         m, v = moments
-        word = packed(m, v, noise, square_root, inverse, bits, number, least, most, if_less)
+        word = packed(m, v, noise, square_root, inverse, bits, number, least, most, if_less, if_number)
         tl.store(pointers[2] + i, word.to(tl.int16), mask=mask)
     else:
         for k in tl.static_range(MOMENTS):
             half = None
             if IS_RANDOM:
-                half = (noise >> 16 * k) & 0xFFFF
+                half = (noise >> 16 * (1 - k)) & 0xFFFF  # the lowest bits are the low half's
             moment = pointers[2 + k]
             tl.store(moment + i, _narrow_moment(moments[k], moment.dtype.element_ty, half), mask=mask)
         if IS_RANDOM:
@@ -396,9 +408,10 @@ def step_kernel(
         key = mixed(mixed(seed.to(tl.int32)) + step_of_key(t, bits, whole, if_less))
         if HAS_RUNS:
             inside = (start % run).to(tl.int32)
-            random = key, first + start // run * pitch, inside, run.to(tl.int32), pitch
+            first = (first + start // run * pitch).to(tl.int32)
+            random = key, first, inside, run.to(tl.int32), pitch.to(tl.int32)
         else:
-            random = key, first + start, None, None, None
+            random = key, (first + start).to(tl.int32), None, None, None
     of_param, of_direction = 0.0, 0.0
     for part in tl.static_range(PARTS):
         i = part * (BLOCK // PARTS) + tl.arange(0, BLOCK // PARTS)

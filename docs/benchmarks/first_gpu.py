@@ -62,7 +62,7 @@ def words_of(part: Part, out: Path, rehearses: bool) -> list[str]:
         )
         found = shlex.split(printed.stdout)
         words = found[found.index(sys.executable) + 1 :]
-        words += ["-p", "tests.claimed_gpu", "--collect-only", "-q"] if rehearses else []
+        words += ["-p", "tests.claimed_gpu", "--collect-only", "-q", "-n", "0"] if rehearses else []
     elif rehearses:
         words[words.index("cuda")] = "cpu"
     if "bench_" in part.command:

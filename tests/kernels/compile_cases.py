@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -29,6 +30,7 @@ from amp.kernels import (
     update_scale,
 )
 from amp.kernels.language import OPTIONS, WARPS, tl, triton
+from amp.kernels.tensor_lists import kind_of
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 TARGETS = {
@@ -72,6 +74,10 @@ class Case(NamedTuple):
     writes: Sequence[int] = ()
 
 
+MANY = kind_of((stepping.MANY,), (torch.float32,), None)
+"""Parameters that are many enough for large programs."""
+
+
 def stepping_case(
     rule: Any,
     param: Any,
@@ -101,10 +107,11 @@ def stepping_case(
         "PARTS": 1,
         "origins": None,
     }
-    if (moment is BF16 and low) or low is tl.int8:
+    is_random = bool((moment is BF16 and low) or low is tl.int8)
+    if is_random:
         del constants["origins"]
-        parts = stepping.RANDOM_PARTS
-        constants |= {"PARTS": parts, "BLOCK": parts * stepping.BLOCK}
+    parts = stepping.parts_of(MANY, is_random, bool(low))
+    constants |= {"PARTS": parts, "BLOCK": parts * stepping.BLOCK}
     kept = [SIZE[dtype] for dtype in (param, *moments, low) if dtype]
     of_model = [SIZE[model]] if model else []
     reads = [SIZE[grad], *kept, *(of_model if merges else [])]
