@@ -388,7 +388,7 @@ def _as_list(value: Any, accepts: Callable[[Any], bool], name: str, kind: str) -
     items = value if isinstance(value, list) else [] if value is None else [value]
     for item in items:
         if not accepts(item):
-            is_series = isinstance(value, (tuple, set))
+            is_series = isinstance(value, (tuple, set)) and any(map(accepts, value))
             hint = f"; make it a list: list({name})" if is_series else _remedy(item, name)
             raise AmpTypeError(f"{name} must be {kind} or a list of them, and got {_named(item)}{hint}")
     return items
@@ -434,7 +434,7 @@ def _remedy(value: Any, name: str = "") -> str:
         return f", a module. {_NOT_UNPACKED}. Without an optimizer it returns the model alone"
     if not name:
         return ". Pass what amp.initialize returned as optimizer"
-    if isinstance(value, (Iterator, Tensor, dict)):
+    if isinstance(value, (Iterator, Tensor, dict)) or callable(value):
         return ". Pass an optimizer of the parameters, such as torch.optim.AdamW(model.parameters())"
     return ""
 

@@ -62,10 +62,14 @@ def read(state: object) -> SavedState:
         key for key in state if key not in strategy_of and key != _LEVEL_KEY and not _scaler_key(key)
     ]
     if unexpected:
+        meant = 'Pass what amp.state_dict() returned, such as checkpoint["amp"].'
+        if "_growth_tracker" in state:
+            meant = (
+                "It is a GradScaler's: load it into amp.GradScaler, or pass initialize its scale."
+            )
         names = first_few(unexpected, lambda key: f'"{key}"' if name_of(key) is key else brief(key))
         raise AmpRuntimeError(
-            f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. "
-            'Pass what amp.state_dict() returned, such as checkpoint["amp"].'
+            f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. {meant}"
         )
     level, checks = state.get(_LEVEL_KEY), StateChecks()
     if not isinstance(level, (str, NoneType)):

@@ -35,6 +35,7 @@ from amp.errors import (
 )
 from amp.lazy import kernels
 from amp.observers import everywhere
+from amp.other_names import names_keywords
 from amp.profiles.keys import LARGEST_SCALE, parse_positive
 from amp.profiles.loss_scaling import LossScaling
 from amp.state_checks import StateChecks, as_dict
@@ -103,6 +104,7 @@ class GradScaler(torch.amp.GradScaler):
     _has_scaled: bool
     _skipped: weakref.WeakKeyDictionary[Any, bool | list[Tensor] | HostCopies]
 
+    @names_keywords
     @_in_either_order
     def __init__(
         self,

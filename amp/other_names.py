@@ -27,7 +27,9 @@ _OF_ATTRIBUTES = {
         "Float8Linear TransformerLayer"
     ),
     "the end of an amp.scale_loss block unscales the gradients: leave it out": "unscale_ unscale",
-    f"a loss is scaled in a block: {_BLOCK}": "scale backward scaled_loss loss_scaler scaler",
+    f"a loss is scaled in a block: {_BLOCK}": (
+        "scale backward manual_backward scaled_loss loss_scaler scaler"
+    ),
     "call optimizer.step() after the amp.scale_loss block, whose end updates the scale": (
         "step update optimizer_step"
     ),
@@ -39,7 +41,7 @@ _OF_ATTRIBUTES = {
         "skipped overflow has_overflow check_overflow found_inf optimizer_step_was_skipped"
     ),
     "make an amp.scale_loss block for each backward, and step after the last": (
-        "accumulate gradient_accumulation"
+        "accumulate gradient_accumulation no_sync sync_gradients"
     ),
     "save model.state_dict(), optimizer.state_dict() and amp.state_dict() with torch.save, and load "
     "each with its own load_state_dict": (
@@ -67,7 +69,8 @@ _OF_ATTRIBUTES = {
     "did you mean 'register_half_function'?": "register_fp16_function register_float16_function",
     "amp.initialize(model, optimizer, opt_level=...) prepares models and optimizers": (
         "prepare setup init convert wrap autocast_initialize half to_half Amp Accelerator Fabric "
-        "Policy MixedPrecision MixedPrecisionPolicy MixedPrecisionPlugin network_to_half"
+        "Policy MixedPrecision MixedPrecisionPolicy MixedPrecisionPlugin network_to_half "
+        "AutocastKwargs GradScalerKwargs FP8RecipeKwargs init_distributed"
     ),
     "call torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), max_norm) after the "
     "amp.scale_loss block": "clip_grad_norm_ clip_grad_norm clip_grad_value_ clip_gradients clip_grad",
@@ -164,6 +167,8 @@ _OF_ARGUMENTS = {
     "eps": "epsilon",
     "weight_decay": "wd decay l2 weight_decay_rate",
     "max_grad_norm": "max_norm clip_grad clip_norm clip_grad_norm gradient_clip_val",
+    "optimizer": "optimizers",
+    "levels": "level opt_level opt_levels",
     "set_grad_none": "set_to_none set_grads_to_none",
     "state_dtype": "moment_dtype exp_avg_dtype optim_bits",
 }
@@ -244,7 +249,7 @@ def unknown_keyword(called: str, name: str, takes: Iterable[str]) -> AmpTypeErro
 def names_keywords(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a function, or an `__init__`, whose errors shall say what an unknown keyword means."""
     takes = inspect.signature(function).parameters
-    if hasattr(function, "__wrapped__") or any(x.kind is x.VAR_KEYWORD for x in takes.values()):
+    if "takes" in vars(function) or any(x.kind is x.VAR_KEYWORD for x in takes.values()):
         return function
 
     @functools.wraps(function)
@@ -254,4 +259,5 @@ def names_keywords(function: Callable[P, T]) -> Callable[P, T]:
             raise unknown_keyword(called, name, [each for each in takes if each != "self"])
         return function(*args, **kwargs)
 
+    vars(checked)["takes"] = takes
     return checked

@@ -48,6 +48,12 @@ def initialized(level: str = "O2") -> tuple[Any, Any]:
         ("numeric", "; did you mean 'numerics'?"),
         ("fp8_autocast", "opt_level='O6' of amp.initialize runs linear layers of torch.nn in FP8"),
         ("unscale_", "the end of an amp.scale_loss block unscales the gradients: leave it out"),
+        (
+            "manual_backward",
+            "a loss is scaled in a block: `with amp.scale_loss(loss, optimizer) as scaled",
+        ),
+        ("sync_gradients", "make an amp.scale_loss block for each backward, and step after the last"),
+        ("AutocastKwargs", "amp.initialize(model, optimizer, opt_level=...) prepares models"),
         ("scale", "a loss is scaled in a block: `with amp.scale_loss(loss, optimizer) as scaled_loss"),
         ("update", "call optimizer.step() after the amp.scale_loss block"),
         ("prepare", "amp.initialize(model, optimizer, opt_level=...) prepares models"),
@@ -227,6 +233,38 @@ def test_a_keyword_of_scale_loss_is_named(scales: Any) -> None:
         TypeError, match="'scaler'; leave it out. It takes loss, optimizers, loss_id, model, "
     ):
         scales(model(X).sum(), optimizer, scaler=None)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ANY.GradScaler(init_scal=4.0),
+            r"GradScaler\(\) got .*'init_scal'; did you mean 'init_sca",
+        ),
+        (lambda: ANY.compare(fresh, print, level=["O1"]), "'level'; did you mean 'levels'"),
+        (lambda: ANY.doctor(print, optimizers=None), "'optimizers'; did you mean 'optimizer'"),
+        (lambda: ANY.diagnose(fresh()[0], optimizers=None), "'optimizers'; did you mean 'optimizer'"),
+        (lambda: ANY.watch(model=fresh()[0]), "'model'; leave it out. It takes at$"),
+        (
+            lambda: ANY.load_state_dict(torch.amp.GradScaler("cpu").state_dict()),
+            "into amp.GradScaler, or",
+        ),
+        (
+            lambda: ANY.initialize(fresh()[0], lambda p: None),
+            "got function. Pass an optimizer of the param",
+        ),
+        (lambda: ANY.initialize(fresh()[0], ([], [])), "got tuple$"),
+        (lambda: ANY.initialize(*fresh(), opt_level="no"), "did you mean 'O0' "),
+        (
+            lambda: ANY.initialize(*fresh(), opt_level="transformer-engine"),
+            "did you mean 'O6' .* or 'O7' ",
+        ),
+    ],
+)
+def test_what_other_functions_of_ours_say(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(amp.AmpError, match=text):
+        call()
 
 
 # Flags that are texts, as from a command line.

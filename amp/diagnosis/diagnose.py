@@ -19,10 +19,12 @@ from amp.diagnosis.places import unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError
+from amp.other_names import names_keywords
 from amp.profiles.properties import Properties
 from amp.training.attached_optimizer import AttachedOptimizer
 
 
+@names_keywords
 @contextmanager
 def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> Iterator[Report]:
     """Watch every op of a step, and report which one produced an inf or NaN.

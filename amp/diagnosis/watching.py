@@ -40,6 +40,7 @@ from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.errors import AmpValueError, brief
 from amp.names import unwrapped_name
 from amp.observers import Observer, observing
+from amp.other_names import names_keywords
 from amp.training.attached_optimizer import AttachedOptimizer
 
 logger = logging.getLogger("amp")
@@ -543,6 +544,7 @@ def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:
     return any(_COMPENSATION.search(name) for state in states for name in state)
 
 
+@names_keywords
 def watch(at: Sequence[int] = AT) -> TrainingWatch:
     """Watch the training in a block, without changing it, and report where precision harms it.
 

@@ -157,6 +157,7 @@ def _hint(name: object) -> str:
 
 _FORMATS = {**DTYPES, "16": torch.float16, "32": torch.float32, "fp8": "FP8", "float8": "FP8"}
 _FORMATS |= {"fp4": "FP4", "nvfp4": "FP4", "float4": "FP4"}
+_FORMATS |= {"no": torch.float32, "none": torch.float32, "transformer": "FP8", "engine": "FP8"}
 
 
 def _format_of(p: Properties) -> object:

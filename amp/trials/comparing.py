@@ -26,6 +26,7 @@ from amp.errors import (
     did_you_mean,
     name_of,
 )
+from amp.other_names import names_keywords
 from amp.session import Session
 from amp.trials.judging import outstanding, problems_of, recommend, remarks_of, worst_gap
 from amp.trials.measuring import Error, errors_of, mean_of, median_of, total_error_of, vanishing_modules
@@ -49,6 +50,7 @@ Run = Callable[[Trial], Record]
 """Makes a run and returns its record; raises what the run raised."""
 
 
+@names_keywords
 def compare(
     build: Callable[[], tuple[Any, Any]],
     step: Callable[[Any, Any, int], Any],

@@ -16,6 +16,7 @@ from amp.diagnosis.advice import with_range
 from amp.diagnosis.diagnose import named_models
 from amp.diagnosis.findings import Finding, Report, exact, rule_for
 from amp.errors import AmpRuntimeError, AmpTypeError, check_function
+from amp.other_names import names_keywords
 from amp.profiles.properties import excepting
 from amp.trials.replay import Replay
 
@@ -91,6 +92,7 @@ class Prescription:
         return f"{self.report}\ncure, verified in {self.cure.runs} replays:\n{self.cure.yaml}"
 
 
+@names_keywords
 def doctor(
     step: Callable[[], Any], model: nn.Module | Sequence[nn.Module], optimizer: Any = None
 ) -> Prescription:
