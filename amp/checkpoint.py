@@ -64,9 +64,7 @@ def read(state: object) -> SavedState:
     if unexpected:
         meant = 'Pass what amp.state_dict() returned, such as checkpoint["amp"].'
         if "_growth_tracker" in state:
-            meant = (
-                "It is a GradScaler's: load it into amp.GradScaler, or pass initialize its scale."
-            )
+            meant = "It is a GradScaler's: load it into amp.GradScaler, or pass initialize its scale."
         names = first_few(unexpected, lambda key: f'"{key}"' if name_of(key) is key else brief(key))
         raise AmpRuntimeError(
             f"Error(s) in loading state_dict. Unexpected key(s) in state_dict: {names}. {meant}"

@@ -15,6 +15,7 @@ from amp.arguments import Models, Optimizers, attached_to, check_third_argument,
 from amp.distributed import ProcessGroup
 from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, brief, truth_of
 from amp.kernels.interrupts import followed_by
+from amp.other_names import unknown_keyword
 from amp.profiles.options import Dtype, Flag, LossScale, Masters, OptLevel, SessionOptions
 from amp.profiles.properties import OVERRIDE_KEYS, hint_at
 from amp.session import Session
@@ -230,6 +231,9 @@ def scale_loss(
         AmpIndexError: there is no such `loss_id`.
         AmpTypeError: `loss` or `optimizers` has the wrong type.
     """
+    if others:
+        *takes, _ = inspect.signature(scale_loss).parameters
+        raise unknown_keyword("scale_loss", next(iter(others)), takes)
     attached = getattr(optimizers, ATTACHED, None)
     if attached is None:
         given = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
@@ -239,9 +243,7 @@ def scale_loss(
     else:
         session, _Default.waiting_state = attached.owner, None
         _Default.loaded_into = None
-    return session.scale_loss(
-        loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check, **others
-    )
+    return session.scale_loss(loss, optimizers, loss_id, model, delay_unscale, delay_overflow_check)
 
 
 def _default(caller: str) -> Session:

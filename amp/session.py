@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 import weakref
 from collections import OrderedDict
@@ -27,7 +26,7 @@ from amp.errors import AmpAttributeError, AmpRuntimeError, AmpTypeError, truth_o
 from amp.masters.master_weights import MasterWeights
 from amp.observer_makers import MAKERS
 from amp.observers import Observer, everywhere
-from amp.other_names import hint_at_attribute, unknown_keyword
+from amp.other_names import hint_at_attribute
 from amp.profiles.keys import parse_count
 from amp.profiles.levels import resolve
 from amp.profiles.options import OptLevel, Overrides
@@ -43,13 +42,6 @@ from amp.training.wrapped_optimizers import ATTACHED, Optimizer
 from amp.undo import Undo
 
 logger = logging.getLogger("amp")
-
-_PLACES = {
-    **dict.fromkeys(("scaler", "loss_scaler", "grad_scaler"), "scalers[0]"),
-    **dict.fromkeys(("optimizer", "optimizers"), "attached[0].optimizer"),
-    "model": "live_models()[0]",
-}
-"""Where a session has what scripts look for under other names."""
 
 
 class Session:
@@ -238,26 +230,16 @@ class Session:
 
     if not TYPE_CHECKING:  # type checkers would allow every name
 
-        def __getattr__(self, name: str) -> NoReturn:
-            raise AmpAttributeError(f"a session has no attribute '{name}'{self._hint_at(name)}")
-
         def __setattr__(self, name: str, value: Any) -> None:
             is_made = "_called" in vars(self)
             if is_made and name not in ("closed", "is_rehearsal", "last_report"):
-                hint = "" if name in dir(self) else self._hint_at(name)
+                hint = "" if name in dir(self) else hint_at_attribute(name, dir(self), places=())
                 if hasattr(self.properties, name) or name in ("num_losses", "verbosity"):
                     hint = f"; pass {name}=... to amp.initialize"
-                if name in ("loss_scale", *_PLACES) and "scale" in name:
+                if name in ("loss_scale", "loss_scaler", "scaler"):
                     hint += "; session.scalers[0].set_scale(...) changes the scale later"
                 raise AmpAttributeError(f"session.{name} cannot be set{hint}")
             super().__setattr__(name, value)
-
-    def _hint_at(self, name: str) -> str:
-        if not name.startswith("_") and hasattr(vars(self).get("properties"), name):
-            return f"; session.properties.{name} is it"
-        if name in _PLACES:
-            return f"; session.{_PLACES[name]} is it"
-        return "" if name.startswith("_") else hint_at_attribute(name, dir(self), places=())
 
     def __reduce__(self) -> NoReturn:
         raise AmpTypeError(
@@ -284,14 +266,10 @@ class Session:
         model: Any = None,
         delay_unscale: bool = False,
         delay_overflow_check: bool = False,
-        **others: NoReturn,
     ) -> AbstractContextManager[Tensor]:
         """Scale a loss for its backward, and unscale the gradients after it; see `amp.scale_loss`."""
         if self.closed:
             self._check_open()
-        for name in others:
-            *takes, _ = inspect.signature(self.scale_loss).parameters
-            raise unknown_keyword("scale_loss", name, takes)
         if not (isinstance(loss, Tensor) and loss.is_floating_point()):
             arguments.check_loss(loss)
         if not self.properties.enabled:
@@ -308,7 +286,7 @@ class Session:
         in_fp8 = [each.owner.fp8 for each in given if each.owner.fp8 is not None]
         histories = list(dict.fromkeys(x.history for x in in_fp8 if x.history is not None))
         block = Block(scaler, [each.gradients for each in given], histories)
-        if delay_unscale is not False or delay_overflow_check is not False:
+        if delay_unscale or delay_overflow_check:
             delay_unscale = truth_of("delay_unscale", delay_unscale)
             delay_overflow_check = truth_of("delay_overflow_check", delay_overflow_check)
         update = not delay_overflow_check

@@ -216,10 +216,7 @@ def test_the_mode_of_adam_is_named() -> None:
         Mine([torch.ones(1, requires_grad=True)], adamw=False)
 
 
-@pytest.mark.parametrize(
-    "scales", [amp.scale_loss, lambda *given, **more: amp.get_session().scale_loss(*given, **more)]
-)
-def test_a_keyword_of_scale_loss_is_named(scales: Any) -> None:
+def test_a_keyword_of_scale_loss_is_named() -> None:
     model, optimizer = initialized()
     for name, meant in {
         "optimizer": "optimizers",
@@ -228,11 +225,11 @@ def test_a_keyword_of_scale_loss_is_named(scales: Any) -> None:
     }.items():
         text = rf"scale_loss\(\) got an unexpected keyword argument '{name}'; did you mean '{meant}'\?"
         with pytest.raises(TypeError, match=text):
-            scales(model(X).sum(), **{name: optimizer})
+            ANY.scale_loss(model(X).sum(), **{name: optimizer})
     with pytest.raises(
         TypeError, match="'scaler'; leave it out. It takes loss, optimizers, loss_id, model, "
     ):
-        scales(model(X).sum(), optimizer, scaler=None)
+        ANY.scale_loss(model(X).sum(), optimizer, scaler=None)
 
 
 @pytest.mark.parametrize(
@@ -412,23 +409,6 @@ def test_an_attribute_of_a_session_is_not_set(name: str) -> None:
         setattr(amp.get_session(), name, 128)
     amp.get_session().scalers[0].set_scale(128.0)
     assert amp.loss_scale() == 128
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("scaler", r"session.scalers\[0\] is it"),
-        ("optimizer", r"session.attached\[0\].optimizer is it"),
-        ("opt_level", "session.properties.opt_level is it"),
-        ("get_scale", r"amp.loss_scale\(\) returns the scale"),
-        ("load_state", "save model.state_dict"),
-    ],
-)
-def test_an_attribute_that_a_session_has_not(name: str, meant: str) -> None:
-    initialized()
-    with pytest.raises(AttributeError, match=f"^a session has no attribute '{name}'; {meant}"):
-        getattr(amp.get_session(), name)
-    assert not hasattr(amp.get_session(), "_nothing")
 
 
 @pytest.mark.parametrize("level", LEVELS)
