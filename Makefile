@@ -44,7 +44,7 @@ test-all: test test-slow  ## Run all tests
 test-gpu: test-gpu-kernels test-gpu-training test-gpu-ops  ## Run the tests that need a GPU, with the python3 at hand
 
 test-gpu-kernels:  ## Those of the kernels
-	$(PYTEST_GPU) tests/kernels/test_operations.py tests/kernels/test_merge.py tests/kernels/test_quantize.py tests/kernels/test_scaled_mm.py tests/kernels/test_fp4_tiles.py tests/kernels/test_launch_plans.py tests/kernels/test_stepping.py tests/kernels/test_split.py
+	$(PYTEST_GPU) tests/kernels/test_operations.py tests/kernels/test_merge.py tests/kernels/test_quantize.py tests/kernels/test_scaled_mm.py tests/kernels/test_fp4_tiles.py tests/kernels/test_fp8_layer.py tests/kernels/test_launch_plans.py tests/kernels/test_stepping.py tests/kernels/test_split.py
 
 test-gpu-training:  ## Those of training
 	$(PYTEST_GPU) tests/test_bad_steps.py tests/test_changes_between_steps.py tests/test_cuda_graph.py tests/test_host_sync.py tests/test_scalars.py

@@ -31,9 +31,7 @@ from amp.kernels.fp8 import (
 from amp.kernels.language import INTERPRETED, bits, constant, jit, launch, narrow, number, tl, widened
 from amp.kernels.philox import Draw
 from amp.kernels.quantize_tiles import (
-    AMAX_BLOCK,
-    AMAX_WARPS,
-    amax_kernel,
+    amax_of_tensor,
     load_tile,
     of_warps,
     store_tile,
@@ -66,16 +64,14 @@ def run(x: Tensor, wanted: QuantizeFp4Arguments) -> Quantized:
     of_columns = _new_operand(x, granularity, columns, padded) if wanted.by_column else None
     row_amax = column_amax = None
     if granularity != "1x32":
-        amaxes = x.new_zeros(2, dtype=torch.float32)
-        row_amax, column_amax = amaxes.unbind()
-        as_bits = amaxes.view(torch.int32).unbind()
         if hadamard:
+            amaxes = x.new_zeros(2, dtype=torch.float32)
+            row_amax, column_amax = amaxes.unbind()
+            as_bits = amaxes.view(torch.int32).unbind()
             which = {"of_rows": as_bits[0] if wanted.by_row else None, "of_columns": as_bits[1]}
             _launch(amaxes_kernel, x, padded, **which)
         else:
-            column_amax = row_amax
-            what = {"x": x, "amax": as_bits[0], "factor": None, "n": x.numel(), "BLOCK": AMAX_BLOCK}
-            launch(amax_kernel, -(-x.numel() // AMAX_BLOCK), x.device, of_warps(AMAX_WARPS), **what)
+            row_amax = column_amax = amax_of_tensor(x)
     height, width = BLOCKS[granularity]
     _launch(
         blocks_kernel,

@@ -88,13 +88,11 @@ class Quantized(NamedTuple):
     Attributes:
         by_row: for products over the columns of what was quantized, or None.
         by_column: its transpose, for products over the rows, or None.
-        amax: for `tensor`: float32 `[]`, the largest magnitude; inf if a value is inf or NaN.
         factor: for `tensor`: float32 `[]`, what the values were multiplied by.
     """
 
     by_row: Operand | None
     by_column: Operand | None
-    amax: Tensor | None = None
     factor: Tensor | None = None
 
 
@@ -115,6 +113,23 @@ class Part(NamedTuple):
         return granularity == "tensor" or (granularity == "row" and self.dim == int(not by_column))
 
 
+class Seen(NamedTuple):
+    """Where a quantization records the amax of a tensor.
+
+    Attributes:
+        amax: float32 `[]`, raised to the tensor's: its largest magnitude; inf if one is inf or NaN.
+        divisor: float32 `[]`, what the tensor's is divided by before, or None.
+    """
+
+    amax: Tensor
+    divisor: Tensor | None = None
+
+    def see(self, amax: Tensor) -> None:
+        """Record an amax, float32 `[]`. The host does not wait for the device."""
+        amax = amax if self.divisor is None else amax / self.divisor
+        self.amax.copy_(torch.maximum(self.amax, amax))
+
+
 class QuantizeArguments(NamedTuple):
     """The arguments of `amp.kernels.quantize.quantize` beside the matrix; see there."""
 
@@ -124,6 +139,9 @@ class QuantizeArguments(NamedTuple):
     by_column: bool
     power_of_2: bool
     factor: Tensor | None
+    is_known: bool = False
+    guess: Tensor | None = None
+    seen: Seen | None = None
     part: Part | None = None
     backend: str | None = None
 
@@ -162,8 +180,10 @@ def quantize_reference(x: Tensor, wanted: QuantizeArguments) -> Quantized:
         scales = both.inverse.t().clone(memory_format=torch.contiguous_format)
         turned = transposed(both.values.view(torch.uint8), padded, backend).view(wanted.dtype)
         columns = both._replace(values=turned, inverse=scales)
-    of_tensor = [amax.reshape(()), used.reshape(())] if granularity == "tensor" else []
-    return Quantized(both if wanted.by_row else None, columns, *of_tensor)
+    if wanted.seen is not None:
+        wanted.seen.see(amax.reshape(()))
+    factor = used.reshape(()) if granularity == "tensor" else None
+    return Quantized(both if wanted.by_row else None, columns, factor)
 
 
 def _operand(x: Tensor, wanted: QuantizeArguments, by_column: bool) -> tuple[Operand, Tensor, Tensor]:

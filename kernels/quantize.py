@@ -19,8 +19,8 @@ FP32. An amax of 0 gives a factor of 1 (2^126 for `1x32`). Where amax is inf or 
 is NaN, and so is every product: this shows an overflow to the loss scaler although values saturate.
 
 Memory traffic, for an element of b bytes: b bytes read, 1 written for each result that is asked for,
-and b read once more for the amax of a row, or of a tensor without `factor`. Launches: one; two for
-`tensor` and `row`, three for `tensor` with `factor`.
+and b read once more for the amax of a row, or of a tensor whose factor is neither known nor guessed.
+Launches: one; two for `row`, and for such a tensor.
 Sources: Transformer Engine's and torchao's recipes; DeepSeek-V3 (1x128); OCP MX 1.0, and
 arXiv:2506.08027 for rounding scales up.
 """
@@ -41,12 +41,15 @@ from amp.kernels.fp8 import (
     Part,
     QuantizeArguments,
     Quantized,
+    Seen,
     quantize_reference,
 )
 from amp.kernels.interrupts import without_grad
 
+_GRANULARITIES = get_args(Granularity)
+_reference = without_grad(quantize_reference)
 
-@without_grad
+
 def quantize(
     x: Tensor,
     dtype: torch.dtype,
@@ -56,6 +59,9 @@ def quantize(
     by_column: bool = True,
     power_of_2: bool = True,
     factor: Tensor | None = None,
+    is_known: bool = False,
+    guess: Tensor | None = None,
+    seen: Seen | None = None,
     part: Part | None = None,
     backend: str | None = None,
 ) -> Quantized:
@@ -69,6 +75,11 @@ def quantize(
         by_column: whether to return its transpose.
         power_of_2: whether factors are powers of 2. Those of `1x32` always are.
         factor: for `tensor`: float32 `[]`, the factor to use; 0 means the tensor's own.
+        is_known: whether `factor` is hardly ever 0. Then a kernel reads the matrix once, and takes long
+            where it is 0. The result is the same.
+        guess: for `tensor`: float32 `[]`, what the tensor's own factor probably is. Then a kernel reads
+            the matrix once, and takes long where it is another. The result is the same.
+        seen: for `tensor`: where to record the amax, or None.
         part: of which larger matrix this is a part, or None if it is whole.
         backend: see `amp.kernels.backend`.
 
@@ -77,15 +88,19 @@ def quantize(
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype} is not one of {', '.join(map(str, DTYPES))}")
-    check_matrix(x, granularity, get_args(Granularity), by_row)
-    if factor is not None and granularity != "tensor":
-        raise ValueError(f"a factor is for granularity='tensor', and not for '{granularity}'")
+    check_matrix(x, granularity, _GRANULARITIES, by_row)
+    if granularity != "tensor":
+        for name, given in (("a factor", factor), ("a guess", guess), ("seen", seen)):
+            if given is not None:
+                raise ValueError(f"{name} is for granularity='tensor', and not for '{granularity}'")
+    if factor is not None and guess is not None:
+        raise ValueError("factor and guess are given; a guess is for a tensor without a factor")
     x = x.detach().contiguous()
-    options = by_row, by_column, power_of_2, factor, part, backend
+    options = by_row, by_column, power_of_2, factor, is_known, guess, seen, part, backend
     wanted = QuantizeArguments(dtype, granularity, *options)
     if quantize_tiles.take(x, backend):
         return quantize_tiles.run(x, wanted)
-    return quantize_reference(x, wanted)
+    return _reference(x, wanted)
 
 
 def check_matrix(x: Tensor, granularity: str, allowed: tuple[str, ...], by_row: bool) -> None:

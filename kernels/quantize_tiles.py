@@ -4,6 +4,14 @@ A program reads one tile `[TM, TK]` and writes it quantized, by rows and transpo
 that is contiguous in memory is a multiple of 16, so that 128 bits move at a time. The amax of a tensor
 or a row spans several tiles, so an earlier launch computes it.
 
+Where the factor of a tensor is given or guessed, there is no earlier launch: the programs write their
+tiles by that factor, and measure the amax as they do. The one that finishes last then knows whether the
+factor is right. If not, which is rare, it writes all tiles again, alone.
+
+Programs raise the amax of a tensor in a scratch that the last one clears. A launch gets a scratch that
+no other one has, and gives it back once the kernel that clears it is on its way: after an interrupt
+before, the next launch takes a new one.
+
 FP8 is written as bytes: Triton rounds to E4M3 only on sm_89 and later, and wrongly in its interpreter,
 so elsewhere this module rounds the bits.
 """
@@ -11,7 +19,7 @@ so elsewhere this module rounds the bits.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +41,9 @@ from amp.kernels.fp8 import (
     shape_of_scales,
     swizzled_size,
 )
-from amp.kernels.language import INTERPRETED, constant, jit, launch, tl, widened
+from amp.kernels.interrupts import outside_inference_mode
+from amp.kernels.language import INTERPRETED, Bound, constant, jit, launch, tl, widened
+from amp.kernels.launch_plans import stream_of
 
 TILES: dict[Granularity, tuple[tuple[int, int], int]] = {
     "tensor": ((64, 128), 4),
@@ -50,6 +60,8 @@ Where groups of rows share a scale in the transpose, a tile has the rows of one 
 AMAX_BLOCK, AMAX_WARPS = 8192, 4
 AMAXES_TILE, AMAXES_WARPS = (64, 64), 8
 
+FEW = constant(16)
+"""Rows of a tile that the last program writes again: few, so that the others need no more registers."""
 _LARGEST_POWER = constant(LARGEST_POWER)
 _LARGEST_FLOAT = constant(LARGEST_FLOAT)
 _E8M0_NAN = constant(E8M0_NAN)
@@ -63,7 +75,12 @@ def rounds_by_bits(x: Tensor) -> bool:
     """
     if INTERPRETED or torch.version.hip is not None:
         return INTERPRETED
-    return x.dtype is torch.float32 or torch.cuda.get_device_capability(x.device) < (8, 9)
+    return x.dtype is torch.float32 or _is_older_than_fp8(x.device)
+
+
+@functools.cache
+def _is_older_than_fp8(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) < (8, 9)
 
 
 def casts_in_software(device: torch.device) -> bool:
@@ -82,6 +99,8 @@ def take(x: Tensor, backend: str | None) -> bool:
 
 def run(x: Tensor, wanted: QuantizeArguments) -> Quantized:
     """Do `quantize` for a matrix that these kernels take."""
+    if wanted.granularity == "tensor":
+        return _run_by_tensor(x, wanted)
     rows, columns = x.shape
     granularity, dtype, part = wanted.granularity, wanted.dtype, wanted.part
     padded = columns_of(rows, granularity)
@@ -98,8 +117,6 @@ def run(x: Tensor, wanted: QuantizeArguments) -> Quantized:
         "POW2": wanted.power_of_2,
         "BY_BITS": rounds_by_bits(x),
     }
-    if granularity == "tensor":
-        return _run_by_tensor(what, wanted, by_row, by_column)
     scales = {
         "inverse": None if by_row is None else by_row.inverse,
         "transposed": None if by_column is None else by_column.inverse,
@@ -140,30 +157,128 @@ def of_warps(warps: int) -> int:
     return warps if torch.version.hip is None else warps // 2
 
 
-def _run_by_tensor(
-    what: dict[str, Any],
-    wanted: QuantizeArguments,
-    by_row: Operand | None,
-    by_column: Operand | None,
-) -> Quantized:
+class _TensorPlan(NamedTuple):
+    """How matrices of one kind are quantized with one scale.
+
+    Attributes:
+        padded: the length of a transpose's rows.
+        measure: launches `amax_kernel`.
+        scale: launches `scale_kernel`.
+        write: launches `tensor_kernel` with the right factor.
+        write_and_check: launches it with a factor that is given or guessed.
+    """
+
+    padded: int
+    measure: Bound
+    scale: Bound
+    write: Bound
+    write_and_check: Bound
+
+
+@functools.lru_cache(maxsize=4096)
+def _tensor_plan(
+    device: torch.device,
+    source: torch.dtype,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+    power_of_2: bool,
+    by_bits: bool,
+    *which: bool,
+) -> _TensorPlan:
+    """Return the plan for a kind of matrices, of factors and results.
+
+    which: whether the factor is a guess, and what may be None or not: a launch is bound to that.
+    """
+    padded = columns_of(rows, "tensor")
+    (height, width), warps = TILES["tensor"]
+    tiles = -(-padded // height) * -(-columns // width)
+    warps, of_amax = of_warps(warps), of_warps(AMAX_WARPS)
+    numbers = which[0], dtype is torch.float8_e4m3fn, power_of_2
+    size = rows * columns
+    sizes = rows, columns, padded, *numbers, by_bits, height, width
+    return _TensorPlan(
+        padded,
+        Bound(amax_kernel, -(-size // AMAX_BLOCK), device, of_amax, (size, *numbers, AMAX_BLOCK)),
+        Bound(scale_kernel, 1, device, 1, numbers),
+        *(Bound(tensor_kernel, tiles, device, warps, sizes) for _ in range(2)),
+    )
+
+
+def _run_by_tensor(x: Tensor, wanted: QuantizeArguments) -> Quantized:
     """Quantize with one scale, which both results share."""
-    x, factor = what["x"], wanted.factor
-    amax, used = x.new_zeros(2, dtype=torch.float32).unbind()
-    inverse = x.new_empty((), dtype=torch.float32)  # cuBLAS takes no view into other scales
-    as_bits = amax.view(torch.int32)
-    programs = -(-x.numel() // AMAX_BLOCK)
-    what_to_see = {"x": x, "amax": as_bits, "factor": factor, "n": x.numel()}
-    launch(amax_kernel, programs, x.device, of_warps(AMAX_WARPS), **what_to_see, BLOCK=AMAX_BLOCK)
-    if wanted.part is not None:
-        wanted.part.agree(amax)
-    scale = {"amax": amax, "used": used, "inverse": inverse}
-    _launch_tiles(tensor_kernel, what, "tensor", **scale, as_bits=as_bits, factor=factor)
-    if factor is not None:
-        launch(inverse_kernel, 1, x.device, 1, **scale)
-    with_scale = [
-        None if each is None else each._replace(inverse=inverse) for each in (by_row, by_column)
-    ]
-    return Quantized(with_scale[0], with_scale[1], amax, used)
+    (rows, columns), device, part = x.shape, x.device, wanted.part
+    is_guess = wanted.guess is not None and part is None
+    factor = wanted.guess if is_guess else wanted.factor
+    seen, divisor = wanted.seen or (None, None)
+    plan = _tensor_plan(
+        *(device, x.dtype, rows, columns, wanted.dtype, wanted.power_of_2, rounds_by_bits(x)),
+        *(is_guess, factor is not None, seen is not None, divisor is not None),
+        *(part is not None, wanted.by_row, wanted.by_column),
+    )
+    dtype, empty, by_row, by_column = wanted.dtype, torch.empty, None, None
+    if wanted.by_row:
+        by_row = empty((rows, columns), dtype=dtype, device=device)
+    if wanted.by_column:
+        by_column = empty((columns, plan.padded), dtype=dtype, device=device)
+    # Each number in memory of its own: cuBLAS takes no view of a vector.
+    used = empty((), dtype=torch.float32, device=device)
+    inverse = empty((), dtype=torch.float32, device=device)
+    results = used, inverse, seen, divisor
+    free = _free_scratches(stream_of(device), device)
+    scratch = free.pop() if free else _new_scratch(device)
+    if is_guess or (factor is not None and wanted.is_known and part is None):
+        plan.write_and_check(x, scratch, factor, *results, by_row, by_column)
+    else:
+        if part is None:
+            plan.measure(x, scratch, factor, None, *results)
+        else:
+            amax = empty((), dtype=torch.float32, device=device)
+            plan.measure(x, scratch, None, amax, None, None, None, None)
+            part.agree(amax)
+            plan.scale(factor, amax, *results)
+        plan.write(x, None, used, None, None, None, None, by_row, by_column)
+    free.append(scratch)
+    return Quantized(
+        None if by_row is None else Operand(by_row, inverse, "tensor", wanted.power_of_2),
+        None if by_column is None else Operand(by_column, inverse, "tensor", wanted.power_of_2),
+        used,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _scratches(stream: int, device: torch.device) -> list[Tensor]:
+    """Return the scratches that are free on a stream."""
+    return []
+
+
+def _new_scratch(device: torch.device) -> Tensor:
+    """Return an amax and the number of programs that have raised it, int32 `[2]`, both 0."""
+    with outside_inference_mode():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def _free_scratches(stream: int | None, device: torch.device) -> list[Tensor]:
+    """Return the scratches of a stream; none while a CUDA graph is captured, whose replays fill one."""
+    return [] if stream is None else _scratches(stream, device)
+
+
+def amax_of_tensor(x: Tensor) -> Tensor:
+    """Return the amax of a matrix that `take` allows, float32 `[]`; inf for inf and NaN."""
+    amax = x.new_empty((), dtype=torch.float32)
+    free = _free_scratches(stream_of(x.device), x.device)
+    scratch = free.pop() if free else _new_scratch(x.device)
+    measure = _measure(x.device, x.dtype, x.numel())
+    measure(x, scratch, None, amax, *[None] * 4)
+    free.append(scratch)
+    return amax
+
+
+@functools.lru_cache(maxsize=1024)
+def _measure(device: torch.device, source: torch.dtype, size: int) -> Bound:
+    """Return what measures the amax of matrices of a size."""
+    rest = size, False, False, False, AMAX_BLOCK
+    return Bound(amax_kernel, -(-size // AMAX_BLOCK), device, of_warps(AMAX_WARPS), rest)
 
 
 def _amaxes(what: dict[str, Any], scales: dict[str, Any], part: Part | None) -> dict[str, Any]:
@@ -256,9 +371,14 @@ def to_fp8(x, E4M3: tl.constexpr, BY_BITS: tl.constexpr):
 @jit
 def tile_of(K, TM: tl.constexpr, TK: tl.constexpr):
     """Return the first row and the first column of this program's tile."""
-    program = tl.program_id(0)
+    return tile_at(tl.program_id(0), K, TM, TK)
+
+
+@jit
+def tile_at(i, K, TM: tl.constexpr, TK: tl.constexpr):
+    """Return the first row and the first column of the i-th tile."""
     across = tl.cdiv(K, TK)
-    return program // across * TM, program % across * TK
+    return i // across * TM, i % across * TK
 
 
 @jit
@@ -284,6 +404,47 @@ def store_tile(values, fp8, m, k, M, K):
 
 
 @jit
+def raise_amax(scratch, sizes):
+    """Raise the amax in a scratch to the largest of a program's magnitudes."""
+    tl.atomic_max(scratch, tl.max(sizes).to(tl.int32, bitcast=True))
+
+
+@jit
+def is_last(scratch):
+    """Whether this program is the last one that has come here: then all have raised the amax."""
+    tl.debug_barrier()  # every thread has read what the last program overwrites
+    return tl.atomic_add(scratch + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1
+
+
+@jit
+def amax_found(scratch):
+    """Return the amax of all programs, and clear the scratch."""
+    tl.store(scratch + 1, 0)
+    return tl.atomic_xchg(scratch, 0).to(tl.float32, bitcast=True)
+
+
+@jit
+def settle(
+    found, factor, used, inverse, seen, divisor,
+    IS_GUESS: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Return the factor of a tensor whose amax was found; write it, its inverse, and what is seen."""
+    scale, of_scale = scale_of(found, E4M3, POW2)
+    if factor is not None:
+        if not IS_GUESS:
+            given = tl.load(factor)
+            scale = tl.where(given > 0.0, given, scale)
+            of_scale = tl.where(found < float("inf"), tl.div_rn(1.0, scale), float("nan"))
+    tl.store(used, scale)
+    tl.store(inverse, of_scale)
+    if seen is not None:
+        if divisor is not None:
+            found = tl.div_rn(found, tl.load(divisor))
+        tl.store(seen, tl.maximum(tl.load(seen), found))
+    return scale
+
+
+@jit
 def store_both(
     tile, row_factor, column_factor, by_row, by_column, m, k, M, K, PADDED,
     E4M3: tl.constexpr, BY_BITS: tl.constexpr,
@@ -300,45 +461,71 @@ def store_both(
 
 
 @tiled_jit
-def amax_kernel(x, amax, factor, n, BLOCK: tl.constexpr):
-    """Raise `amax`, int32 bits of a float32, to the tensor's, unless a factor is given."""
-    given = 0.0
-    if factor is not None:
-        given = tl.load(factor)
-    if given == 0.0:
-        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(x + i, mask=i < n, other=0.0)
-        tl.atomic_max(amax, tl.max(magnitude(values), axis=0).to(tl.int32, bitcast=True))
-
-
-@tiled_jit
-def tensor_kernel(
-    x, amax, as_bits, factor, used, inverse, by_row, by_column, M, K, PADDED,
-    E4M3: tl.constexpr, POW2: tl.constexpr, BY_BITS: tl.constexpr, TM: tl.constexpr, TK: tl.constexpr,
+def amax_kernel(
+    x, scratch, factor, amax, used, inverse, seen, divisor, n,
+    IS_GUESS: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    m, k = tile_of(K, TM, TK)
-    tile = load_tile(x, m, k, M, K, TM, TK)
-    scale, of_scale = scale_of(tl.load(amax), E4M3, POW2)
-    if factor is not None:
-        given = tl.load(factor)
-        scale = tl.where(given > 0.0, given, scale)
-        tl.atomic_max(
-            as_bits, tl.max(tl.max(magnitude(tile), axis=1), axis=0).to(tl.int32, bitcast=True)
-        )
-    if tl.program_id(0) == 0:
-        tl.store(used, scale)
-        tl.store(inverse, of_scale)
-    # The padding is zero where the scale is NaN, too.
-    of_rows = tl.where((m + tl.arange(0, TM))[:, None] < M, scale, 0.0)
+    """Write a tensor's amax, or what follows from it and from a factor, if one is given."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    raise_amax(scratch, magnitude(tl.load(x + i, mask=i < n, other=0.0)))
+    if is_last(scratch):
+        found = amax_found(scratch)
+        if amax is not None:
+            tl.store(amax, found)
+        else:
+            settle(found, factor, used, inverse, seen, divisor, IS_GUESS, E4M3, POW2)
+
+
+@jit
+def scale_kernel(
+    factor, amax, used, inverse, seen, divisor,
+    IS_GUESS: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr,
+):  # fmt: skip
+    """Write what follows from the amax on which ranks have agreed."""
+    settle(tl.load(amax), factor, used, inverse, seen, divisor, IS_GUESS, E4M3, POW2)
+
+
+@jit
+def store_scaled(
+    tile, scale, by_row, by_column, m, k, M, K, PADDED, E4M3: tl.constexpr, BY_BITS: tl.constexpr
+):  # fmt: skip
+    """Write a tile times its tensor's factor. The padding is zero where that is NaN, too."""
+    of_rows = tl.where((m + tl.arange(0, tile.shape[0]))[:, None] < M, scale, 0.0)
     store_both(tile, of_rows, of_rows, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
 
 
 @jit
-def inverse_kernel(amax, used, inverse):
-    """Write the inverse of a given factor, now that the amax is known."""
-    tl.store(
-        inverse, tl.where(tl.load(amax) < float("inf"), tl.div_rn(1.0, tl.load(used)), float("nan"))
-    )
+def store_again(
+    x, scale, by_row, by_column, M, K, PADDED,
+    E4M3: tl.constexpr, BY_BITS: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """Write all tiles in one program."""
+    for i in tl.range(tl.cdiv(PADDED, FEW) * tl.cdiv(K, TK), num_stages=1):
+        m, k = tile_at(i, K, FEW, TK)
+        tile = load_tile(x, m, k, M, K, FEW, TK)
+        store_scaled(tile, scale, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
+
+
+@tiled_jit
+def tensor_kernel(
+    x, scratch, factor, used, inverse, seen, divisor, by_row, by_column, M, K, PADDED,
+    IS_GUESS: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, BY_BITS: tl.constexpr,
+    TM: tl.constexpr, TK: tl.constexpr,
+):  # fmt: skip
+    """Write a tensor times a factor: the right one, or with a scratch one to be checked."""
+    m, k = tile_of(K, TM, TK)
+    tile = load_tile(x, m, k, M, K, TM, TK)
+    scale = tl.load(factor)
+    if scratch is not None:
+        scale = tl.where(scale > 0.0, scale, 1.0)
+        raise_amax(scratch, magnitude(tile))
+    store_scaled(tile, scale, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
+    if scratch is not None:
+        if is_last(scratch):
+            found = amax_found(scratch)
+            right = settle(found, factor, used, inverse, seen, divisor, IS_GUESS, E4M3, POW2)
+            if right != scale:  # or NaN
+                store_again(x, right, by_row, by_column, M, K, PADDED, E4M3, BY_BITS, TK)
 
 
 @tiled_jit

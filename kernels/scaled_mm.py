@@ -81,17 +81,34 @@ def scaled_mm(a: Operand, b: Operand, out_dtype: torch.dtype, *, fast_accum: boo
     Raises:
         ValueError: shapes, dtypes or scales that tensor cores cannot multiply.
     """
-    _check(a, b, out_dtype)
-    if not a.shape[0] or not a.shape[1]:
+    if torch.compiler.is_compiling():
+        _check(a, b, out_dtype)
+    elif (kinds := (_kind_of(a), _kind_of(b), out_dtype)) not in _checked:
+        _check(a, b, out_dtype)
+        if len(_checked) >= 4096:  # as for inputs of ever new lengths
+            _checked.clear()
+        _checked.add(kinds)
+    if not a.values.numel():
         return a.values.new_zeros((a.shape[0], b.shape[0]), dtype=out_dtype)
-    kind = way_of(a.values.device, a.granularity, b.granularity, a.is_fp4)
-    if kind == "as 1x32" and a.power_of_2 and b.power_of_2:
+    way = way_of(a.values.device, a.granularity, b.granularity, a.is_fp4)
+    if way == "as 1x32" and a.power_of_2 and b.power_of_2:
         return _by_block(_as_1x32(a), _as_1x32(b), out_dtype)
-    if kind == "native" and a.granularity in ("tensor", "row"):
+    if way == "native" and a.granularity in ("tensor", "row"):
         return _by_tensor_or_row(a, b, out_dtype, fast_accum)
-    if kind == "native" and (a.granularity != "1x128" or a.values.dtype is torch.float8_e4m3fn):
+    if way == "native" and (a.granularity != "1x128" or a.values.dtype is torch.float8_e4m3fn):
         return _by_block(a, b, out_dtype)
     return emulated(a, b, out_dtype)
+
+
+_checked: set[Any] = set()
+"""Kinds of operands that were checked: a check takes longer on the host than a launch."""
+
+
+def _kind_of(operand: Operand) -> tuple[Any, ...]:
+    """Return all of an operand that its check looks at."""
+    values, inverse = operand.values, operand.inverse
+    of_values = values.dtype, values.shape, values.stride()
+    return (*of_values, inverse.dtype, inverse.shape, inverse.stride(), operand.granularity)
 
 
 def _check(a: Operand, b: Operand, out_dtype: torch.dtype) -> None:
@@ -253,7 +270,7 @@ def _by_tensor_or_row(a: Operand, b: Operand, out_dtype: torch.dtype, fast_accum
     product = torch._scaled_mm(
         a.values, b.values.t(), a.inverse, scale_b, out_dtype=computed, use_fast_accum=fast_accum
     )
-    return product.to(out_dtype)
+    return product if computed is out_dtype else product.to(out_dtype)
 
 
 def as_fnuz(operand: Operand) -> Operand:

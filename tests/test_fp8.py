@@ -80,6 +80,29 @@ def test_levels_with_fp8_train(level: str) -> None:
     assert model.first.weight.dtype is dtype
 
 
+@pytest.mark.parametrize("recipe", [name for name in RECIPE_NAMES if name != "rowwise_gw_hp"])
+def test_kept_weights_change_no_bit(recipe: str) -> None:
+    found, saved = [], []
+    for keep in (False, True):
+        model, optimizer = initialize(net(), "O5", {"recipe": recipe, "keep_weights": keep})
+        shapes: list[tuple[Any, ...]] = []
+
+        def pack(tensor: Tensor, shapes: list[tuple[Any, ...]] = shapes) -> Tensor:
+            shapes.append((tensor.dtype, *tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            train(model, optimizer, batches(), 3)
+        found.append(weights(model))
+        columns = model.second.in_features, model.second.out_features
+        held = torch.uint8 if recipe in FP4 else E4M3
+        width = columns[1] // 2 if recipe in FP4 else columns[1]
+        saved.append(shapes.count((held, columns[0], width)))
+        amp.get_session().close()
+    assert_same(*found)
+    assert saved[1] == saved[0] + 3
+
+
 def in_fp8(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
     """What a matrix with one scale stands for."""
     by_row = quantize(x.detach(), dtype, by_column=False).by_row

@@ -558,6 +558,8 @@ SAME: dict[str, tuple[Any, Any]] = {
     ),
     "Megatron's weights": ({"fp8_wgrad": False}, {"grad_weight": "high"}),
     "Megatron's layers": ({"first_last_layers_bf16": True}, {"skip": ["first", "last"]}),
+    "kept weights": ({"keep_fp8_transpose_cache": True}, {"keep_weights": True}),
+    "weights quantized again": ({"force_recompute_fp8_weight_in_bwd": True}, {"keep_weights": False}),
     "an all-gather": ({"enable_fsdp_float8_all_gather": True}, {"all_gather": True}),
     "accelerate's": (
         {"use_autocast_during_eval": False, "margin": 2, "recipe": "DelayedScaling"},
@@ -597,6 +599,13 @@ def test_fp8_can_be_switched_off(value: Any) -> None:
         ("O4", {"recipe": "delayed", "fp8_recipe": "delayed"}, ValueError, "which are one thing"),
         ("O4", {"fp8_wgrad": True, "grad_weight": "fp8"}, ValueError, "which are one thing"),
         ("O4", {"recipe": "rowwise", "all_gather": True}, ValueError, "or take recipe: current"),
+        (
+            "O4",
+            {"recipe": "rowwise_gw_hp", "keep_weights": True},
+            ValueError,
+            "has other scales",
+        ),
+        ("O4", {"all_gather": True, "keep_weights": True}, ValueError, "FSDP2 frees a gathered weight"),
         ("O4", {"eval": "high", "all_gather": True}, ValueError, "all_gather: True and eval: high"),
     ],
 )

@@ -144,7 +144,7 @@ class GatheredWeight:
         if weight is not getattr(self._param, "_unsharded_param", None) or self._values is None:
             return None
         operand = Operand(self._values, self.inverse(), "tensor", self._gathers.is_power_of_2)
-        return Quantized(operand, None, None, self.factor)
+        return Quantized(operand, None, self.factor)
 
     def close(self) -> None:
         """Let FSDP2 gather the weight as before."""

@@ -8,6 +8,7 @@ scale changes.
 """
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from amp.distributed import ProcessGroup, reduce_largest, without_contained
 from amp.errors import AmpRuntimeError
-from amp.kernels.fp8 import factor_of
+from amp.kernels.fp8 import Seen, factor_of
 from amp.kernels.interrupts import at_once, without_grad
 from amp.profiles.fp8_recipe import Fp8Recipe
 
@@ -59,6 +60,8 @@ class AmaxHistory:
         self.iteration = 0
         self._loss_scale = torch.ones((), dtype=torch.float32, device="cpu")
         self._is_scaled = False
+        self._viewed = self._factors, self.amaxes, self._loss_scale
+        self._views: dict[int, tuple[Tensor, Seen]] = {}  # of these three
 
     def add(self, names: Sequence[str], *devices: torch.device) -> int:
         """Add entries for layers on these devices, and return the index of the first new layer.
@@ -85,9 +88,24 @@ class AmaxHistory:
 
     def factor(self, layer: int, entry: int, device: torch.device) -> Tensor:
         """Return the factor of an entry, float32 `[]`."""
+        return self.factor_and_seen(layer, entry, device)[0]
+
+    def factor_and_seen(self, layer: int, entry: int, device: torch.device) -> tuple[Tensor, Seen]:
+        """Return the factor of an entry, float32 `[]`, and where its amax is recorded."""
         if self._factors.device != device:  # the model has been moved
             self._move(device)
-        return self._factors[3 * layer + entry]
+        at = 3 * layer + entry
+        if torch.compiler.is_compiling():
+            return self._factors[at], self._seen_at(at)
+        of = self._factors, self.amaxes, self._loss_scale
+        if not all(map(operator.is_, of, self._viewed)):
+            self._viewed, self._views = of, {}
+        if at not in self._views:
+            self._views[at] = self._factors[at], self._seen_at(at)
+        return self._views[at]
+
+    def _seen_at(self, at: int) -> Seen:
+        return Seen(self.amaxes[0, at], self._loss_scale if at % 3 == GRADIENT else None)
 
     def _move(self, device: torch.device) -> None:
         self.amaxes, self._factors = self.amaxes.to(device), self._factors.to(device)
@@ -95,8 +113,7 @@ class AmaxHistory:
 
     def see(self, layer: int, entry: int, amax: Tensor) -> None:
         """Raise this iteration's amax of an entry. The host does not wait for the device."""
-        seen = self.amaxes[0, 3 * layer + entry]
-        seen.copy_(torch.maximum(seen, amax / self._loss_scale if entry == GRADIENT else amax))
+        self._seen_at(3 * layer + entry).see(amax)
 
     def begin(self, loss_scale: Tensor | None) -> None:
         """Set the loss scale that the factors of gradients are for: float32 `[]`, or None for 1.

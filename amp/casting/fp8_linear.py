@@ -6,7 +6,14 @@
 
 "By row" and "by column" are those of `amp.kernels.quantize`. Saved for backward are the input by
 column, 1 byte for each element, or 9/16 in FP4, shared by layers with the same input, and the weight
-itself, which the backward quantizes again: a copy would take more memory, and keep what FSDP frees.
+itself, which the backward quantizes again: a copy would take more memory, and keep what FSDP frees. A
+recipe may keep that copy, the weight by column, instead.
+
+The scale of a whole weight changes rarely. So with `current` each forward tries the factor of the last
+one: quantization finds the weight's own amax, too, and does not rely on it. Quantized weights are not
+kept from one forward to the next, although micro-batches have the same ones: a script may write them in
+ways that torch does not count.
+
 Gradients have the dtype of their input or weight. The bias is added to the product. A recipe may keep
 each product in half precision; in FP4 also that of the output, for the last steps of a training.
 """
@@ -44,6 +51,28 @@ FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}
 """The FP8 formats of inputs, weights and gradients."""
 
 
+class LastFactor:
+    """The factor of a module's weight when it was last quantized, on one device and stream.
+
+    Attributes:
+        factor: float32 `[]`, or None.
+        place: the device and the stream, whose later kernels may read it.
+    """
+
+    def __init__(self) -> None:
+        self.factor: Tensor | None = None
+        self.place: Any = None
+
+    def on(self, device: torch.device, stream: int | None) -> Tensor | None:
+        """Return the factor if it is there; None while a CUDA graph is captured."""
+        return self.factor if stream is not None and self.place == (device, stream) else None
+
+    def keep(self, factor: Tensor | None, device: torch.device, stream: int | None) -> None:
+        """Keep the factor of a weight. One that a CUDA graph writes would not outlive the graph."""
+        if stream is not None:
+            self.factor, self.place = factor, (device, stream)
+
+
 class Layer(NamedTuple):
     """How one module runs in FP8.
 
@@ -54,6 +83,7 @@ class Layer(NamedTuple):
         history: the amax history of `delayed`, or None.
         draws: the counts of FP4's random bits, or None.
         number: the module's index in the history or the counts.
+        guess: the factor that the weight had last, or None where it is not tried.
         split: how tensor parallelism has divided the layer, or None.
         gathered: the weight that travels in FP8, or None.
     """
@@ -64,6 +94,7 @@ class Layer(NamedTuple):
     history: AmaxHistory | None = None
     draws: Draws | None = None
     number: int = 0
+    guess: "LastFactor | None" = None
     split: fp8_shards.Split | None = None
     gathered: GatheredWeight | None = None
 
@@ -146,8 +177,16 @@ class Layer(NamedTuple):
         if not is_agreed and self.history is not None:
             is_agreed = not (self.history.is_new and self.history.recipe.reduce_amax)
         part = None if self.split is None or is_agreed else self.split.part(entry)
+        seen = guess = None
+        is_known = factor is not None
         if self.history is not None and factor is None:
-            factor = self.history.factor(self.number, entry, x.device)
+            factor, seen = self.history.factor_and_seen(self.number, entry, x.device)
+            is_known = not self.history.is_new
+        last = self.guess if entry == WEIGHT and factor is None and part is None else None
+        stream = None
+        if last is not None and not torch.compiler.is_compiling():
+            stream = stream_of(x.device)
+            guess = last.on(x.device, stream)
         result = quantize(
             x,
             FORMATS[self.recipe.format or "hybrid"][entry],
@@ -156,17 +195,30 @@ class Layer(NamedTuple):
             by_column=by_column,
             power_of_2=bool(self.recipe.power_of_2_scales),
             factor=factor,
+            is_known=is_known,
+            guess=guess,
+            seen=seen if sees else None,
             part=part,
         )
-        if self.history is not None and sees and result.amax is not None:
-            self.history.see(self.number, entry, result.amax)
+        if last is not None and not torch.compiler.is_compiling():
+            last.keep(result.factor, x.device, stream)
         return result
 
-    def _quantized_weight(self, weight: Tensor, sees: bool) -> Quantized:
+    def _quantized_weight(self, weight: Tensor, sees: bool, by_column: bool) -> Quantized:
         found = None if self.gathered is None else self.gathered.quantized(weight)
         if found is not None:
             return found
-        return self.quantize(weight.detach(), WEIGHT, by_row=True, by_column=False, sees=sees)
+        return self.quantize(weight.detach(), WEIGHT, by_row=True, by_column=by_column, sees=sees)
+
+    def weight_by_column(
+        self, weight: Tensor | None, kept: tuple[Tensor | None, ...], factor: Tensor | None
+    ) -> Operand:
+        """Return the weight by column for a backward: as it was kept, or quantized again."""
+        if weight is None:
+            return self.operand(kept, WEIGHT)
+        columns = self.quantize(weight, WEIGHT, by_row=False, by_column=True, factor=factor).by_column
+        assert columns is not None
+        return columns
 
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, is_training: bool
@@ -188,18 +240,21 @@ class Layer(NamedTuple):
         trains = torch.is_grad_enabled() and weight.requires_grad
         keeps = trains and self.recipe.grad_weight in ("fp8", "fp4")
         is_high = self.switch.forward_is_high
+        keeps_weight = self.recipe.keep_weights and self.recipe.grad_input != "high"
+        keeps_weight = keeps_weight and torch.is_grad_enabled() and x.requires_grad
         of_x = of_weight = Quantized(None, None)
         with disable_casts():
             if keeps or not is_high:
                 of_x = _quantized_input(x, self, not is_high, keeps, sees)
             if not is_high:
-                of_weight = self._quantized_weight(weight, sees)
+                of_weight = self._quantized_weight(weight, sees, keeps_weight)
             product: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
                 x.reshape(-1, x.shape[-1]),
                 weight,
                 *_parts_of(of_x.by_row),
                 *_parts_of(of_x.by_column),
                 *_parts_of(of_weight.by_row),
+                *_parts_of(of_weight.by_column),
                 of_weight.factor,
                 dtype,
                 self,
@@ -269,7 +324,7 @@ def _quantized_input(x: Tensor, layer: Layer, by_row: bool, by_column: bool, see
     version = x._version if _counts_writes(x) else None
     key = (version, x.data_ptr(), stream, layer.recipe, iteration, by_row, by_column, sees)
     is_same = _latest.of is not None and _latest.of() is x and _latest.key == key
-    sample = rows.reshape(-1)[:: rows.numel() // _SAMPLE + 1] if x.device.type == "cpu" else None
+    sample = _sample_of(rows)
     if is_same and version is not None and _is_equal(sample, _latest.sample):
         assert _latest.result is not None
         return _latest.result
@@ -293,28 +348,33 @@ def _counts_writes(x: Tensor) -> bool:
     return not x.is_inference()
 
 
+def _sample_of(rows: Tensor) -> Tensor | None:
+    """Return some values of an input on the CPU; None on another device."""
+    return rows.reshape(-1)[:: rows.numel() // _SAMPLE + 1] if rows.device.type == "cpu" else None
+
+
 def _is_equal(sample: Tensor | None, other: Tensor | None) -> bool:
     """Whether values are unchanged; True on devices other than the CPU, where none are kept."""
     return sample is None or (other is not None and torch.equal(sample, other))
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, *more: Any) -> Tensor:
-        of_rows, of_weight = more[:3], more[6:9]
-        dtype, layer, _ = more[10:]
-        if of_rows[0] is None:
-            return x.to(dtype) @ weight.to(dtype).t()
-        rows, weights = layer.operand(of_rows, INPUT), layer.operand(of_weight, WEIGHT)
-        return scaled_mm(rows, weights, dtype, fast_accum=True)
+    # Not with `setup_context`: torch would look at the signature of `forward` at each call.
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, weight, _, _, _, *of_columns, _, _, _, factor, ctx.low, ctx.layer, ctx.sees = inputs
+    def forward(ctx: Any, x: Tensor, weight: Tensor, *more: Any) -> Tensor:
+        of_rows, of_columns, of_weight, weight_columns = (more[i : i + 3] for i in range(0, 12, 3))
+        factor, ctx.low, layer, ctx.sees = more[12:]
+        ctx.layer = layer
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.dtypes = x.dtype, weight.dtype
         kept = x if needs_weight and of_columns[0] is None else None
-        ctx.save_for_backward(kept, weight if needs_x else None, *of_columns, factor)
+        kept_weight = weight if needs_x and weight_columns[0] is None else None
+        ctx.save_for_backward(kept, kept_weight, *of_columns, *weight_columns, factor)
+        if of_rows[0] is None:
+            return x.to(ctx.low) @ weight.to(ctx.low).t()
+        rows, weights = layer.operand(of_rows, INPUT), layer.operand(of_weight, WEIGHT)
+        return scaled_mm(rows, weights, ctx.low, fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -327,7 +387,8 @@ class _Linear(torch.autograd.Function):
                 "differentiated again (create_graph=True). Keep the layer out: "
                 f"fp8={{'skip': ['{layer.name}']}}"
             )
-        x, weight, *of_columns, factor = ctx.saved_tensors
+        x, weight, *quantized, factor = ctx.saved_tensors
+        of_columns, weight_columns = tuple(quantized[:3]), tuple(quantized[3:])
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         x_dtype, weight_dtype = ctx.dtypes
         grad_x = grad_weight = None
@@ -340,22 +401,19 @@ class _Linear(torch.autograd.Function):
                     grad, GRADIENT, by_row=quantizes_x, by_column=quantizes_weight, sees=ctx.sees
                 )
             if quantizes_x:
-                columns_of_weight = layer.quantize(
-                    weight, WEIGHT, by_row=False, by_column=True, factor=factor
-                ).by_column
+                of_weight = layer.weight_by_column(weight, weight_columns, factor)
                 assert of_grad.by_row is not None
-                assert columns_of_weight is not None
-                of_weight = _scaled_alike(columns_of_weight, of_grad.by_row)
+                of_weight = _scaled_alike(of_weight, of_grad.by_row)
                 grad_x = scaled_mm(of_grad.by_row, of_weight, x_dtype)
             elif needs_x:
                 grad_x = (grad.to(ctx.low) @ weight.to(ctx.low)).to(x_dtype)
             if quantizes_weight:
                 assert of_grad.by_column is not None
-                of_x = layer.operand(tuple(of_columns), INPUT)
+                of_x = layer.operand(of_columns, INPUT)
                 grad_weight = scaled_mm(of_grad.by_column, of_x, weight_dtype)
             elif needs_weight:
                 grad_weight = (grad.to(ctx.low).t() @ x.to(ctx.low)).to(weight_dtype)
-        return grad_x, grad_weight, *[None] * 13
+        return grad_x, grad_weight, *[None] * 16
 
 
 def _scaled_alike(operand: Operand, other: Operand) -> Operand:

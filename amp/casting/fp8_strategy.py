@@ -160,7 +160,7 @@ class Fp8Linears(Strategy):
     def _add(self, model: nn.Module, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
         from amp.casting.fp4_draws import Draws
         from amp.casting.fp8_history import AmaxHistory
-        from amp.casting.fp8_linear import FORMATS, Layer
+        from amp.casting.fp8_linear import FORMATS, LastFactor, Layer
 
         recipe = self.properties.fp8
         assert recipe is not None
@@ -180,8 +180,14 @@ class Fp8Linears(Strategy):
             first = kept.add(bare, *[_stored(module).device for module in reached.values()])
         gathered = self._gather(model, reached, undo)
         alike = Layer(recipe, "", self.switch, self.history, self.draws)
+        guesses = recipe.recipe == "current" and recipe.power_of_2_scales
         layers: dict[nn.Module, Layer] = {
-            module: alike._replace(name=name, number=i, gathered=gathered.get(module))
+            module: alike._replace(
+                name=name,
+                number=i,
+                guess=LastFactor() if guesses else None,
+                gathered=gathered.get(module),
+            )
             for i, (name, module) in enumerate(zip(names, reached.values(), strict=True), start=first)
         }
         undo.callback(_release, layers)

@@ -263,14 +263,13 @@ def simulate_fp8(
         if not isinstance(given, Tensor) and given < 0:
             raise AmpValueError(f"amaxes: {given!r} of iteration {step} must be at least 0")
         x = torch.as_tensor(given, dtype=torch.float32, device="cpu").detach().reshape(1, -1)
-        factor = history.factor(layer, entry, x.device)
-        found = quantize(x, dtype, by_row=False, factor=factor)
-        assert found.amax is not None
+        factor, seen = history.factor_and_seen(layer, entry, x.device)
+        found = quantize(x, dtype, by_row=False, factor=factor, seen=seen)
         assert found.factor is not None
-        history.see(layer, entry, found.amax)
+        amax_found = seen.amax.clone()
         history.end()
-        amax, used = float(found.amax), float(found.factor)
-        current = float(factor_of(found.amax, dtype, bool(asked_for.power_of_2_scales)))
+        amax, used = float(amax_found), float(found.factor)
+        current = float(factor_of(amax_found, dtype, bool(asked_for.power_of_2_scales)))
         saturated = not amax * used <= torch.finfo(dtype).max
         trace.append(Fp8Step(step, amax, used, current, amax * used, saturated))
     return trace

@@ -136,6 +136,9 @@ class Fp8Recipe:
         grad_input: FP4: gradients of inputs are computed in FP4, or in half precision.
         seed: FP4: the seed of the random bits.
         all_gather: `current`: FSDP2 gathers weights in E4M3, by scales that ranks agree on.
+        keep_weights: quantized weights are kept from the forward to the backward, which then does not
+            quantize them again: a byte more for each weight, or about half a byte in FP4;
+            `force_recompute_fp8_weight_in_bwd: false` is true.
 
     Raises:
         AmpValueError: a field is not in its range, or does nothing under the recipe.
@@ -176,6 +179,10 @@ class Fp8Recipe:
     seed: int | None = key(None, _parse_seed)
     all_gather: bool = key(
         False, OneOf(True, False, means={None: False}), aliases=("enable_fsdp_float8_all_gather",)
+    )
+
+    keep_weights: bool = key(
+        False, OneOf(True, False, means={None: False}), aliases=("keep_fp8_transpose_cache",)
     )
 
     def __post_init__(self) -> None:
@@ -221,6 +228,14 @@ class Fp8Recipe:
             raise AmpValueError(
                 "fp8 has all_gather: True and eval: high, and a weight that was gathered in FP8 has no "
                 "high precision; leave out one of them"
+            )
+        if self.keep_weights and (self.all_gather or self.recipe == "rowwise_gw_hp"):
+            other = "all_gather: True" if self.all_gather else "recipe: rowwise_gw_hp"
+            why = (
+                "FSDP2 frees a gathered weight" if self.all_gather else "its backward has other scales"
+            )
+            raise AmpValueError(
+                f"fp8 has keep_weights: True and {other}, and {why}; leave out keep_weights"
             )
 
     @property
@@ -299,6 +314,7 @@ _FLAGS: dict[str, tuple[str, Mapping[bool, Any]]] = {
     "disable_rht": ("hadamard", _NOT),
     "disable_stochastic_rounding": ("stochastic_rounding", _NOT),
     "disable_2d_quantization": ("square_weights", _NOT),
+    "force_recompute_fp8_weight_in_bwd": ("keep_weights", _NOT),
     "filter_first_and_last_linear_layers": ("skip", _FIRST_AND_LAST),
 }
 """Boolean options of other libraries: the field that each sets, and its values."""

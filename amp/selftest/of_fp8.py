@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp.kernels.fp8 import DTYPES, Fp4Granularity, Granularity, Operand, Quantized, dequantize
+from amp.kernels.fp8 import (
+    DTYPES,
+    Fp4Granularity,
+    Granularity,
+    Operand,
+    Quantized,
+    Seen,
+    dequantize,
+)
 from amp.kernels.philox import Draw, philox
 from amp.kernels.quantize import quantize
 from amp.kernels.quantize_fp4 import quantize_fp4
@@ -57,20 +65,32 @@ CASES = (
 
 def _quantizes(granularity: Granularity, device: torch.device) -> Outcome:
     bits = []
-    factors = [None, torch.tensor(8.0)] if granularity == "tensor" else [None]
+    ways = ("own", "given", "guessed") if granularity == "tensor" else ("own",)
     sizes = (128, 256) if granularity == "128x128" else (128, 200)
-    for case, rows, factor in itertools.product(CASES, sizes, factors):
+    for case, rows, way in itertools.product(CASES, sizes, ways):
         dtype, source, power_of_2 = case
         x = _matrix(rows, 384, rows).to(source)
         x[5], x[7, 3], x[9, 9] = 0.0, *((torch.inf, torch.nan) if rows > 128 else (1.0, 1.0))
-        there = None if factor is None else factor.to(device)
-        arguments = dtype, granularity
-        found = quantize(x.to(device), *arguments, power_of_2=power_of_2, factor=there)
-        plain = quantize(x, *arguments, power_of_2=power_of_2, factor=factor, backend="reference")
-        of_found = _bits_of(found)
-        assert_same_bits(of_found, _bits_of(plain), f"{source} to {dtype}, {rows} rows")
+        both = []
+        for y, backend in ((x.to(device), None), (x, "reference")):
+            eight = torch.tensor(8.0, device=y.device)
+            seen = Seen(torch.zeros_like(eight), eight) if way == "given" else None
+            found = quantize(
+                y,
+                dtype,
+                granularity,
+                power_of_2=power_of_2,
+                factor=eight if way == "given" else None,
+                is_known=True,
+                guess=eight if way == "guessed" else None,  # a wrong one
+                seen=seen,
+                backend=backend,
+            )
+            both.append(_bits_of(found) + ([] if seen is None else [seen.amax]))
+        of_found, plain = both
+        assert_same_bits(of_found, plain, f"{source} to {dtype}, {rows} rows, factor {way}")
         bits += of_found
-        if factor is None and rows == 128:
+        if way == "own" and rows == 128:
             half_step = 2.0 ** -(4 if dtype is DTYPES[0] else 3)
             values, largest = x.float().abs(), x.float().abs().max()
             off = (of_found[1].cpu() - x.float()).abs()
@@ -135,7 +155,7 @@ def _bits_of(quantized: Quantized) -> list[Tensor]:
             found += [each.values.view(torch.uint8), dequantize(each)]
             # Those of 1x32 may lie in another order elsewhere.
             found += [each.inverse] if each.inverse.dtype is torch.float32 else []
-    return [*found, *(each for each in (quantized.amax, quantized.factor) if each is not None)]
+    return found if quantized.factor is None else [*found, quantized.factor]
 
 
 def _multiplies(

@@ -22,7 +22,8 @@ POINTERS = {
     "by_row": "*u8",
     "by_column": "*u8",
     **dict.fromkeys(("amax", "factor", "used", "inverse", "transposed"), "*fp32"),
-    **dict.fromkeys(("as_bits", "of_rows", "of_columns"), "*i32"),
+    **dict.fromkeys(("seen", "divisor"), "*fp32"),
+    **dict.fromkeys(("scratch", "of_rows", "of_columns"), "*i32"),
 }
 
 
@@ -63,6 +64,8 @@ def case(
     of_tile = {"TM": tile[0], "TK": tile[1]}
     if "by_row" in kernel.arg_names:
         constants = {"E4M3": True, "POW2": True, "BY_BITS": False, **of_tile, **constants}
+        if kernel is tiles.tensor_kernel:
+            constants = {"IS_GUESS": False, **constants}
     elif "TM" in kernel.arg_names:
         constants = {**of_tile, **constants}
     elements = constants.get("BLOCK", tile[0] * tile[1])
@@ -71,17 +74,23 @@ def case(
     return Case(kernel, constants, warps, source, elements, writes, types or {})
 
 
+UNSEEN = {"seen": None, "divisor": None}
+KNOWN = {"scratch": None, "used": None, "inverse": None, **UNSEEN}
+"""What `tensor_kernel` gets beside the right factor."""
+
 CASES: dict[str, Case] = {}
 for source in ("bf16", "fp32"):
     block = {"BLOCK": tiles.AMAX_BLOCK}
-    of_amax = {"warps": tiles.AMAX_WARPS, "types": {"amax": "*i32"}}
+    of_amax = {"IS_GUESS": False, "E4M3": True, "POW2": True, "warps": tiles.AMAX_WARPS, **UNSEEN}
     CASES[f"amax {source}"] = case(tiles.amax_kernel, source, factor=None, **block, **of_amax)
-    CASES[f"amax, once {source}"] = case(tiles.amax_kernel, source, **block, **of_amax)
+    alone = {"amax": "*fp32", "factor": None, "used": None, "inverse": None}
+    CASES[f"amax, alone {source}"] = case(tiles.amax_kernel, source, **alone, **block, **of_amax)
     CASES[f"amaxes {source}"] = case(
         tiles.amaxes_kernel, source, tile=tiles.AMAXES_TILE, warps=tiles.AMAXES_WARPS
     )
-    CASES[f"current {source}"] = case(tiles.tensor_kernel, source, factor=None)
+    CASES[f"current {source}"] = case(tiles.tensor_kernel, source, **KNOWN)
     CASES[f"delayed {source}"] = case(tiles.tensor_kernel, source)
+    CASES[f"guessed {source}"] = case(tiles.tensor_kernel, source, IS_GUESS=True, **UNSEEN)
     CASES[f"rowwise {source}"] = case(
         tiles.rows_kernel,
         source,
@@ -99,9 +108,15 @@ for source in ("bf16", "fp32"):
         G=32,
         E8M0=True,
     )
-CASES["current bf16, E5M2"] = case(tiles.tensor_kernel, "bf16", factor=None, E4M3=False)
-CASES["current bf16, by row"] = case(tiles.tensor_kernel, "bf16", factor=None, by_column=None)
-CASES["current bf16, transposed"] = case(tiles.tensor_kernel, "bf16", factor=None, by_row=None)
+CASES["current bf16, E5M2"] = case(tiles.tensor_kernel, "bf16", E4M3=False, **KNOWN)
+CASES["current bf16, by row"] = case(tiles.tensor_kernel, "bf16", by_column=None, **KNOWN)
+CASES["current bf16, transposed"] = case(tiles.tensor_kernel, "bf16", by_row=None, **KNOWN)
+CASES["guessed bf16, by row"] = case(
+    tiles.tensor_kernel, "bf16", IS_GUESS=True, by_column=None, **UNSEEN
+)
+CASES["guessed bf16, transposed"] = case(
+    tiles.tensor_kernel, "bf16", IS_GUESS=False, by_row=None, **UNSEEN
+)
 
 
 def compiled(case: Case, target: Any) -> Any:
@@ -130,6 +145,12 @@ def of_target(case: Case, target: Any) -> dict[str, Any]:
 def rounds_by_bits(case: Case, target: Any) -> bool:
     """Whether a program does without the cast of the target."""
     return case.source == "fp32" and target.backend == "cuda"
+
+
+def written_again(case: Case) -> int:
+    """How many numbers the loop moves at a time in which the last program may write all again."""
+    checks = case.kernel is tiles.tensor_kernel and "scratch" not in case.constants
+    return tiles.FEW.value * case.constants["TK"] if checks else 0
 
 
 def reads_again(case: Case, target: Any) -> bool:

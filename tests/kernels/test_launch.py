@@ -31,6 +31,7 @@ from amp.kernels import (
     unscale,
     update_scale,
 )
+from amp.kernels.fp8 import Part
 from amp.kernels.language import INTERPRETED, tl, triton
 from amp.kernels.philox import Draw
 from amp.kernels.rule import Origin
@@ -66,8 +67,8 @@ QUANTIZING = (
     quantize_tiles.amax_kernel,
     quantize_tiles.amaxes_kernel,
     quantize_tiles.groups_kernel,
-    quantize_tiles.inverse_kernel,
     quantize_tiles.rows_kernel,
+    quantize_tiles.scale_kernel,
     quantize_tiles.squares_kernel,
     quantize_tiles.tensor_kernel,
 )
@@ -87,7 +88,9 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         assert kernel.warmup(**given, grid=(programs,), num_warps=warps) is not None
         compiled[kernel.__name__] = len(kernel.device_caches[NoDevice.number][0])
 
-    for module in (launch_plans, l2norm, update_scale, quantize_tiles, fp4_tiles):
+    for cache in (quantize_tiles._tensor_plan, quantize_tiles._measure):
+        cache.cache_clear()
+    for module in (language, launch_plans, l2norm, update_scale, quantize_tiles, fp4_tiles):
         monkeypatch.setattr(module, "launch", compile_only)
     for module in (launch_plans, update_scale, quantize_tiles):
         monkeypatch.setattr(module, "uses_triton", lambda *_: True)
@@ -247,9 +250,12 @@ def test_quantizing_compiles_for_no_size(variants: dict[str, int]) -> None:
         x = torch.ones(rows, columns, dtype=torch.bfloat16)
         for granularity in ("tensor", "row", "1x128", "128x128", "1x32"):
             quantize.quantize(x, torch.float8_e4m3fn, granularity)
-        quantize.quantize(x, torch.float8_e4m3fn, factor=torch.ones(()))
-    twice = ("amax_kernel", "tensor_kernel", "groups_kernel")  # with a factor, and in E8M0
-    assert variants == {kernel.__name__: 2 if kernel.__name__ in twice else 1 for kernel in QUANTIZING}
+        for known in (False, True):
+            quantize.quantize(x, torch.float8_e4m3fn, factor=torch.ones(()), is_known=known)
+        quantize.quantize(x, torch.float8_e4m3fn, part=Part(0, lambda _: None))
+    # Alone, with a factor and without one; with the right factor and one to check; in E8M0.
+    of_kernels = {"amax_kernel": 3, "tensor_kernel": 2, "groups_kernel": 2}
+    assert variants == {kernel.__name__: of_kernels.get(kernel.__name__, 1) for kernel in QUANTIZING}
 
 
 def test_quantizing_to_fp4_compiles_for_no_size_and_no_draw(variants: dict[str, int]) -> None:

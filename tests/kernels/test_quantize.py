@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import cpu_passes
+from amp.kernels import cpu_passes, language
 from amp.kernels.fp8 import (
     DTYPES,
     MULTIPLE,
@@ -17,6 +17,7 @@ from amp.kernels.fp8 import (
     Operand,
     Part,
     QuantizeArguments,
+    Seen,
     decoded,
     dequantize,
     factor_of,
@@ -66,10 +67,9 @@ def assert_same_operands(found: Any, expected: Any) -> None:
         if one.inverse.dim() < inverse.dim():
             inverse = swizzle(inverse)
         assert_same_bits(one.inverse, inverse)
-    for one, other in ((found.amax, expected.amax), (found.factor, expected.factor)):
-        assert (one is None) is (other is None)
-        if one is not None:
-            assert_same_bits(one, other)
+    assert (found.factor is None) is (expected.factor is None)
+    if found.factor is not None:
+        assert_same_bits(found.factor, expected.factor)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -185,6 +185,75 @@ def test_triton_gives_the_bits_of_plain_torch(
                 assert_same_operands(found, expected)
 
 
+def tensors_of(numbers: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return arguments of `quantize`, numbers as tensors, and where it records the amax."""
+    made = {
+        name: torch.tensor(value, device=device) if isinstance(value, float) else value
+        for name, value in numbers.items()
+    }
+    before, divisor = torch.tensor(1e-3, device=device), made.pop("divisor", None)
+    return {**made, "seen": Seen(before, divisor)}
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        {},
+        {"factor": 16.0, "is_known": True, "divisor": 3.0},
+        {"factor": 0.0, "is_known": True},
+        {"factor": math.nan, "is_known": True},
+        {"factor": 0.0, "divisor": 3.0},
+        {"factor": 16.0},
+        {"guess": 0.5},
+        {"guess": 0.0, "divisor": 3.0},
+        {"guess": math.nan},
+        {"guess": None},  # the right one
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("largest", [5.0, 0.0, math.inf])
+def test_no_way_to_a_factor_changes_a_bit(
+    numbers: dict[str, Any], largest: float, device: torch.device
+) -> None:
+    """A known or a guessed factor is checked by the last program, which writes all again if need be."""
+    x = torch.randn(17, 384).clamp(-4, 4).bfloat16().to(device)
+    if largest == 0:
+        x *= -0.0
+    else:
+        x[16, 380] = largest
+    if numbers == {"guess": None}:
+        numbers = {"guess": float(factor_of(torch.tensor(largest), E4M3, True))}
+    for _ in range(2):  # the second time with what the first one has left
+        ours, plain = (tensors_of(numbers, device) for _ in range(2))
+        found = quantize(x, E4M3, **ours)
+        expected = quantize(x, E4M3, backend="reference", **plain)
+        assert_same_operands(found, expected)
+        assert_same_bits(ours["seen"].amax, plain["seen"].amax)
+        if "factor" not in numbers:
+            assert_same_operands(found, quantize(x, E4M3, backend="reference"))
+
+
+@pytest.mark.triton
+def test_an_interrupted_quantization_leaves_nothing_to_the_next(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt between the launch that measures the amax and the one that writes."""
+    large, small = (torch.full((16, 128), number, device=device) for number in (1e4, 1.0))
+    expected = quantize(small, E4M3)  # and a scratch is free
+    run, launches = language.Bound.__call__, []
+
+    def interrupted(launch: Any, *tensors: Any) -> None:
+        launches.append(launch)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(language.Bound, "__call__", lambda *a: run(*a) or interrupted(*a))
+        quantize(large, E4M3)
+    assert launches
+    assert_same_operands(quantize(small, E4M3), expected)
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("number", [math.inf, math.nan])
 def test_padding_is_zero_where_a_tensor_has_no_scale(number: float, device: torch.device) -> None:
@@ -241,13 +310,13 @@ def test_what_is_not_finite_is_not_hidden(
 ) -> None:
     x = torch.ones(shape_for(granularity))
     x[3, 5] = bad
-    result = quantize(x.to(device), E4M3, granularity)
+    seen = Seen(torch.zeros((), device=device)) if granularity == "tensor" else None
+    result = quantize(x.to(device), E4M3, granularity, seen=seen)
     for operand, at in ((result.by_row, (3, 5)), (result.by_column, (5, 3))):
         assert operand is not None
         assert dequantize(operand)[at].isnan()
-    if granularity == "tensor":
-        assert result.amax is not None
-        assert result.amax.isposinf()
+    if seen is not None:
+        assert seen.amax.isposinf()
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -373,6 +442,9 @@ def test_a_matrix_need_not_be_contiguous(device: torch.device) -> None:
         ({"dtype": torch.float16}, "dtype=torch.float16 is not one of torch.float8_e4m3fn"),
         ({"granularity": "column"}, "granularity='column' is not one of tensor, row"),
         ({"granularity": "row", "factor": torch.ones(())}, "a factor is for granularity='tensor'"),
+        ({"granularity": "row", "guess": torch.ones(())}, "a guess is for granularity='tensor'"),
+        ({"granularity": "row", "seen": Seen(torch.ones(()))}, "seen is for granularity='tensor'"),
+        ({"factor": torch.ones(()), "guess": torch.ones(())}, "factor and guess are given"),
     ],
 )
 def test_what_cannot_be_quantized_is_refused(change: dict[str, Any], text: str) -> None:
