@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 
 import amp
 from amp.casting import fp8_linear
+from amp.casting.fp8_strategy import choose
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.kernels import backend, update_scale
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize import quantize
-from amp.profiles.fp8_recipe import FP4
+from amp.profiles.fp8_recipe import FP4, Fp8Recipe
 from tests.covering import covering
 from tests.fp8_models import (
     BASES,
@@ -465,6 +466,46 @@ def test_what_is_not_reached_is_said_once_with_each_reason(caplog: pytest.LogCap
         "head: skip: tied",
     ):
         assert part in said[0]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shape", "is_small"),
+    [
+        ("current", (4096, 1024), True),
+        ("current", (4112, 1024), False),
+        ("current", (4096, 1040), False),
+        ("delayed", (64, 1024), True),
+        ("rowwise", (8192, 2048), True),
+        ("rowwise", (1024, 8192), True),
+        ("rowwise", (2048, 4096), True),
+        ("rowwise", (2064, 2064), False),
+        ("nvfp4", (2048, 4096), True),
+        ("mxfp8", (4096, 4096), False),
+    ],
+)
+def test_layers_too_small_to_gain_are_counted_and_can_be_left_out(
+    recipe: Any, shape: tuple[int, int], is_small: bool
+) -> None:
+    """By torchao's limits; K, N."""
+    for skip in ((), ("small",)):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(*shape, bias=False), nn.Linear(4096, 4128, bias=False))
+        chosen, missed = choose(model, Fp8Recipe(recipe=recipe, skip=skip), ())
+        is_out = is_small and bool(skip)
+        assert list(chosen) == (["1"] if is_out else ["0", "1"])
+        assert missed == ({"skip: small": ["0"]} if is_out else {})
+
+
+def test_the_line_on_fp8_layers_says_which_key_leaves_out_small_ones(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "amp"):
+        amp.initialize(net(), opt_level="O6")
+    assert "3 are too small to be faster in FP8" in caplog.text
+    assert "fp8={'skip': 'small, last, tied'} leaves out" in caplog.text
+    amp.get_session().close()
+    with pytest.warns(AmpWarning, match="0 of 4 layers run in FP8.*skip: small"):
+        amp.initialize(net(), opt_level="O4", fp8={"skip": "auto_filter_small_kn"}, verbosity=0)
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), [("current", 16), ("mxfp8", 32), ("block", 128)])

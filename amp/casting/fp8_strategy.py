@@ -23,7 +23,16 @@ from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpRuntimeError, AmpValueError, brief, first_few, warn
 from amp.names import bare_names
 from amp.own_tensors import own_tensors
-from amp.profiles.fp8_recipe import FP4, LARGEST_SEED, MULTIPLES, Counted, Fp8Recipe, counted
+from amp.profiles.fp8_recipe import (
+    FP4,
+    LARGEST_SEED,
+    MULTIPLES,
+    SKIP_WORDS,
+    Counted,
+    Fp8Recipe,
+    counted,
+    is_small,
+)
 from amp.profiles.properties import Properties
 from amp.profiles.rules import Rule
 from amp.state_checks import StateChecks
@@ -58,6 +67,7 @@ class Fp8Linears(Strategy):
         history: the amax history of `delayed`; None for the other recipes.
         draws: the counts of random draws, where gradients are rounded stochastically; or None.
         switch: the `Switch` that all layers share.
+        small: how many of them are too small to gain, see `is_small`.
     """
 
     state_key = "fp8"
@@ -67,7 +77,7 @@ class Fp8Linears(Strategy):
         self.history: AmaxHistory | None = None
         self.draws: Draws | None = None
         self.switch = Switch(properties.fp8 is not None and properties.fp8.forward == "high")
-        self._models = self._prepared = 0
+        self._models = self._prepared = self.small = 0
         self._reached: list[str] = []
         self._missed: dict[str, list[str]] = {}
         self._loaded: Mapping[str, Any] | None = None
@@ -94,9 +104,9 @@ class Fp8Linears(Strategy):
 
     def begin(self, undo: Undo) -> None:
         """Forget what was logged about earlier models."""
-        self._reached, self._missed, self._prepared = [], {}, 0
+        self._reached, self._missed, self._prepared, self.small = [], {}, 0, 0
         skip = self.properties.fp8.skip if self.properties.fp8 else ()
-        self._idle = {x for x in skip if x not in ("first", "last", "tied") and counted(x) is None}
+        self._idle = {x for x in skip if x not in SKIP_WORDS and counted(x) is None}
 
     def prepare_model(self, model: nn.Module, undo: Undo) -> None:
         """Run linear layers in FP8, and remove the FP8 of an earlier session."""
@@ -116,6 +126,7 @@ class Fp8Linears(Strategy):
         names = [name for name, _ in model.named_modules()]
         self._idle = {each for each in self._idle if not any(fnmatchcase(n, each) for n in names)}
         self._reached += [prefix + name for name in reached]
+        self.small += sum(_is_small(module, recipe) for module in reached.values())
         for reason, names in missed.items():
             self._missed.setdefault(reason, []).extend(prefix + name for name in names)
         self._add(model, reached, prefix, undo)
@@ -219,17 +230,31 @@ class Fp8Linears(Strategy):
         recipe, reached = self.properties.fp8, len(self._reached)
         of = f"{reached} of {reached + missed} layers run in {recipe.number_format}"
         message = f"fp8={recipe}: {of}" + (f". The others: {reasons}" if missed else "")
+        message += f". {self.small_said}" if self.small else ""
         if self._idle:
             warn(
                 f"fp8 has skip: {', '.join(sorted(self._idle))}, which is the name of no module and no "
-                "glob over names; write first, last, tied, 'last 2', 'last 15%', a name, or a glob "
-                "such as 'blocks.0.*'"
+                "glob over names; write first, last, tied, small, 'last 2', 'last 15%', a name, or a "
+                "glob such as 'blocks.0.*'"
             )
         if not self._reached:
             nothing = "" if missed else ": the model has no linear layers"
             warn(message + nothing)
             return ""
         return message
+
+    @property
+    def small_said(self) -> str:
+        """A sentence on the layers that are too small to gain, or an empty string."""
+        recipe = self.properties.fp8
+        if recipe is None or not self.small:
+            return ""
+        which = "1 is" if self.small == 1 else f"{self.small} are"
+        skip = ", ".join(("small", *recipe.skip))
+        return (
+            f"{which} too small to be faster in {recipe.number_format} by what torchao measured on an "
+            f"H100: fp8={{'skip': '{skip}'}} leaves out such layers"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the amax history of `delayed`, or of FP4 the counts and `forward`; else an empty dict.
@@ -387,6 +412,7 @@ def choose(
         if isinstance(module, nn.Linear):
             words = {"first": module is linears[0], "last": module is linears[-1]}
             words["tied"] = id(_stored(module)) in tied
+            words["small"] = _is_small(module, recipe)
             words |= {item: module in found for item, found in counted_out.items()}
             if module in unused:
                 why = "nn.MultiheadAttention multiplies by itself"
@@ -431,6 +457,10 @@ def _end_of(blocks: Sequence[nn.Module], counted: Counted) -> set[nn.Module]:
     count = counted.of(len(blocks))
     chosen = blocks[:count] if counted.end == "first" else blocks[len(blocks) - count :]
     return {module for block in chosen for module in block.modules()}
+
+
+def _is_small(module: nn.Linear, recipe: Fp8Recipe) -> bool:
+    return is_small(recipe.recipe, module.out_features, module.in_features)
 
 
 def _skipped(name: str, words: Mapping[str, bool], recipe: Fp8Recipe) -> str | None:

@@ -43,6 +43,18 @@ GRANULARITIES: "dict[str, tuple[AnyGranularity, AnyGranularity, AnyGranularity]]
 MULTIPLES = {"mxfp8": 32, "nvfp4": 32, "mxfp4": 32, "block": 128}
 """The number that must divide both dimensions of a weight, by recipe; 16 for the other recipes."""
 
+
+def is_small(recipe: str, outputs: int, inputs: int) -> bool:
+    """Whether a layer is too small to be faster with a recipe than in half precision.
+
+    The limits are those of torchao's `_auto_filter_for_recipe`, measured on an H100 under
+    `torch.compile`: for scales of tensors, and for scales of rows, which stand in for smaller blocks.
+    """
+    if recipe in ("current", "delayed"):
+        return outputs <= 1024 and inputs <= 4096
+    return outputs <= 2048 or inputs <= 1024 or (outputs <= 4096 and inputs <= 2048)
+
+
 _ALIASES = {alias: name for name, aliases in RECIPES.items() for alias in aliases}
 _ALL_E4M3 = ("rowwise", "rowwise_gw_hp", "block", "mxfp8")
 _HISTORY = {"amax_history": 16, "amax_algo": "max", "margin": 0, "reduce_amax": True}
@@ -61,6 +73,8 @@ _OF_FP4 = {
 _LOW_OR_HIGH = {True: "low", False: "high"}
 _FIRST_AND_LAST = {True: ("first", "last"), False: ()}
 LARGEST_SEED = 2**53
+SKIP_WORDS = ("first", "last", "tied", "small")
+"""The words of `skip` that are no names, globs or counts."""
 _COUNTED = re.compile(r"(first|last) +(\d+) *(%?)")
 
 
@@ -75,11 +89,14 @@ def _parse_skip(name: str, value: object) -> tuple[str, ...]:
         value = [part for part in value.split(",") if part.strip()]
     if isinstance(value, Mapping) or not isinstance(value, Sequence):
         remedy = (
-            "give a list of first, last, tied, counts such as 'last 2' and 'last 15%', and globs over "
-            "module names: [last, 'blocks.0.*']"
+            "give a list of first, last, tied, small, counts such as 'last 2' and 'last 15%', and "
+            "globs over module names: [last, 'blocks.0.*']"
         )
         raise wrong_type(name, value, remedy)
-    return keys.parse_globs(name, value)
+    # torchtitan's word, a flag among the names that it filters
+    return tuple(
+        "small" if item == "auto_filter_small_kn" else item for item in keys.parse_globs(name, value)
+    )
 
 
 class Counted(NamedTuple):
@@ -125,7 +142,8 @@ class Fp8Recipe:
         grad_weight: gradients of weights are computed in FP8 or FP4, or in the level's half precision;
             `fp8_wgrad: false` is high.
         skip: layers that stay in half precision: the first, the last, the blocks of `last 15%` or
-            `first 2`, those that share their weight with an embedding, and globs over names.
+            `first 2`, those that share their weight with an embedding, those too small to gain, and
+            globs over names.
         eval: modules in evaluation run in FP8 or FP4, or in half precision;
             `use_autocast_during_eval: false` is high.
         hadamard: FP4: the operands of weights' gradients get a random Hadamard transform.

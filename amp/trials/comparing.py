@@ -344,7 +344,7 @@ def _judged(
     )
 
     result = replace(result, problems=tuple(problems_of(result, basis.name, still_at_o0)))
-    return replace(result, remarks=tuple(remarks_of(result)))
+    return replace(result, remarks=tuple(remarks_of(result, record.small)))
 
 
 def _of_module(errors: dict[str, Error], name: str) -> tuple[float | None, float | None]:

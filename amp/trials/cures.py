@@ -78,15 +78,17 @@ class Prescription:
         report: what went wrong.
         cure: the change that helps, or None.
         why_not: why there is no cure; empty if there is one, or nothing went wrong.
+        remark: on a healthy step: which layers are too small to gain in FP8; or empty.
     """
 
     report: Report
     cure: Cure | None = None
     why_not: str = ""
+    remark: str = ""
 
     def __str__(self) -> str:
         if self.report.is_healthy:
-            return str(self.report)
+            return f"{self.report}\n{self.remark}".strip()
         if self.cure is None:
             return f"{self.report}\nnot cured: {self.why_not}"
         return f"{self.report}\ncure, verified in {self.cure.runs} replays:\n{self.cure.yaml}"
@@ -137,7 +139,8 @@ def doctor(
         findings = [Finding("eps", what, todo, "step") for what, todo in said]
     report = Report(findings, replay.ops, unfollowed=replay.unfollowed)
     if not findings:
-        return Prescription(report)
+        fp8 = replay.owner.fp8
+        return Prescription(report, remark="" if fp8 is None else fp8.small_said)
     cure = _Search(replay, findings[0]).cure()
     return Prescription(report, cure) if isinstance(cure, Cure) else Prescription(report, None, cure)
 

@@ -114,10 +114,15 @@ def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
         yield Problem("module_stands_out", _standing_out(result))
 
 
-def remarks_of(result: LevelResult) -> Iterator[Problem]:
-    """Yield remarks on a healthy level: they deserve a look, but do not speak against the level."""
+def remarks_of(result: LevelResult, small: str = "") -> Iterator[Problem]:
+    """Yield remarks on a healthy level: they deserve a look, but do not speak against the level.
+
+    `small` is a sentence on layers that are too small to gain in FP8, or an empty string.
+    """
     if result.standing_out and not result.problems:
         yield Problem("module_stands_out", _standing_out(result))
+    if small and not result.problems:
+        yield Problem("small_layers", small)
 
 
 def _standing_out(result: LevelResult) -> str:

@@ -69,6 +69,7 @@ class Record:
             GPU).
         scales: the loss scales after every optimizer had made a step that was not skipped, or at the
             end; see `Trial`.
+        small: a sentence on layers that are too small to gain in FP8, or an empty string.
     """
 
     device: str = "cpu"
@@ -81,6 +82,7 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
     scales: tuple[tuple[float, ...], ...] = ()
+    small: str = ""
 
 
 @dataclass(eq=False)
@@ -188,6 +190,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
                 for scaler, scale in zip(session.scalers, scales, strict=True):
                     if scaler.config.dynamic:
                         scaler.set_scale(scale)
+        if session.fp8 is not None:
+            self._record.small = session.fp8.small_said
         for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
             self._logs.setdefault(id(attached), _Log(attached))
         if self.has_begun and not self._clock.is_running:

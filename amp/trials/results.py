@@ -18,7 +18,8 @@ class Problem:
 
     Attributes:
         cause: `not_run`, `loss_not_finite`, `steps_skipped`, `loss_gap`, `module_stands_out`,
-            `gradient_error` or `weights_stand_still`. The names are stable.
+            `gradient_error` or `weights_stand_still`; of a remark also `small_layers`, which do not
+            gain in FP8. The names are stable.
         what: the problem in a sentence, with the numbers.
     """
 

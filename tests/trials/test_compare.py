@@ -80,6 +80,12 @@ def test_a_healthy_net_is_healthy_at_every_level(healthy: Comparison) -> None:
     assert not any(module.stands_out for level in healthy.levels for module in level.modules)
 
 
+def test_layers_too_small_to_gain_in_fp8_are_a_remark(healthy: Comparison) -> None:
+    remarks = {level.level: [each.cause for each in level.remarks] for level in healthy.levels}
+    assert {level: causes for level, causes in remarks.items() if causes} == {"O7": ["small_layers"]}
+    assert "too small to be faster in FP8" in str(healthy)
+
+
 def test_errors_are_of_the_size_of_each_format(healthy: Comparison) -> None:
     errors = {level.level: level.gradient_error or 0.0 for level in healthy.levels}
     assert 0 < errors["O0"] < 1e-6

@@ -55,6 +55,14 @@ def prescribed(
         return amp.doctor(step, net, one)
 
 
+@pytest.mark.parametrize(("level", "is_small"), [("O7", True), ("O9", True), ("O5", False)])
+def test_layers_too_small_to_gain_are_a_remark_on_a_healthy_step(level: str, is_small: bool) -> None:
+    found = prescribed(level)
+    assert found.report.is_healthy
+    assert bool(found.remark) is is_small
+    assert (f"too small to be faster in FP{8 if level == 'O7' else 4}" in str(found)) is is_small
+
+
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_a_healthy_step(level: str) -> None:
     overrides = {"loss_scale": {"init": 1024}} if level in ("O1", "O2") else {}
