@@ -29,7 +29,8 @@ from amp.kernels.compiled_library import in_background, load_kept, load_or_log, 
 from amp.kernels.interrupts import Change
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
-from amp.kernels.packing import (
+from amp.kernels.rule import Formula, Origin, Streams
+from amp.kernels.stochastic_rounding import (
     TO_NEAREST,
     Functions,
     bfloat16_bits,
@@ -39,7 +40,6 @@ from amp.kernels.packing import (
     part_halves,
     unpack,
 )
-from amp.kernels.rule import Formula, Origin, Streams
 from amp.kernels.tensor_lists import TensorList, are_plain
 
 WORTH_COMPILING = 2**20

@@ -34,7 +34,10 @@ from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
 from amp.kernels.tensor_lists import TensorList, dense, has_own_values
 
-_TAKEN = FLOATS | {torch.int8, torch.int16}  # low halves and moments; see amp.kernels.packing
+_TAKEN = FLOATS | {
+    torch.int8,
+    torch.int16,
+}  # low halves and moments
 _CACHE_SIZE = 64
 _uploaded_in_graphs: list[Tensor] = []
 """Pinned tables that the replays of CUDA graphs upload again."""

@@ -3,7 +3,7 @@
     word = pack(m, v)                                 m, v = unpack(word)
 
 A fused step does both in registers; these operations convert the moments of state dicts. The formulas
-and the format are those of `amp.kernels.packing`. Words are int16; a moment is read in any
+and the format are those of `amp.kernels.stochastic_rounding`. Words are int16; a moment is read in any
 floating-point dtype, by way of FP32, and both are rounded to nearest.
 
 Shapes: the i-th tensors of each list have one shape, of any size. Launches: one for each device and
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amp.kernels import packing
+from amp.kernels import stochastic_rounding
 from amp.kernels.language import (
     bits,
     each_part,
@@ -33,8 +33,8 @@ from amp.kernels.language import (
     widened,
 )
 from amp.kernels.launch_plans import Elementwise
-from amp.kernels.packing import NEAREST, TO_NEAREST, inverse, packed, unpacked
 from amp.kernels.rule import square_root
+from amp.kernels.stochastic_rounding import NEAREST, TO_NEAREST, inverse, packed, unpacked
 from amp.kernels.tensor_lists import slices
 
 BLOCK = 4096
@@ -109,14 +109,14 @@ def pack_reference(firsts: list[Tensor], seconds: list[Tensor], words: list[Tens
         for first, second, word in slices(*tensors):
             v = second.float()
             v = torch.where(v >= 0, v, torch.inf)
-            word.copy_(packing.pack(first.float(), v, TO_NEAREST))
+            word.copy_(stochastic_rounding.pack(first.float(), v, TO_NEAREST))
 
 
 def unpack_reference(words: list[Tensor], firsts: list[Tensor], seconds: list[Tensor]) -> None:
     """Do `unpack` in plain torch."""
     for tensors in zip(words, firsts, seconds, strict=True):
         for word, *moments in slices(*tensors):
-            for moment, values in zip(moments, packing.unpack(word.int()), strict=True):
+            for moment, values in zip(moments, stochastic_rounding.unpack(word.int()), strict=True):
                 moment.copy_(values)
 
 

@@ -25,7 +25,9 @@ from amp.kernels.interrupts import Change, Changes, at_once, without_grad
 from amp.kernels.language import plain
 from amp.kernels.launch_plans import are_flat
 from amp.kernels.master_copy import merged
-from amp.kernels.packing import (
+from amp.kernels.rule import Origin, Prepared, StepArguments, Streams, plus_product_plainly, singles
+from amp.kernels.split import decode, encode
+from amp.kernels.stochastic_rounding import (
     EXACT,
     IN_TORCH,
     TO_NEAREST,
@@ -36,8 +38,6 @@ from amp.kernels.packing import (
     pack,
     unpack,
 )
-from amp.kernels.rule import Origin, Prepared, StepArguments, Streams, plus_product_plainly, singles
-from amp.kernels.split import decode, encode
 from amp.kernels.tensor_lists import SLICE
 
 _data: Any = Tensor.data.__get__  # type: ignore[attr-defined]  # also where a subclass has another one
@@ -176,7 +176,7 @@ class Piece(NamedTuple):
 def _random_bits(
     keys: Tensor, origins: Sequence[Origin], pieces: Sequence[Piece]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield 64 random bits for the elements of each piece, in two int32; see `amp.kernels.packing`."""
+    """Yield 64 random bits for the elements of each piece, in two int32."""
     device = pieces[0].whole["param"].device
     sizes = [piece.size for piece in pieces]
     indices = []

@@ -44,7 +44,7 @@ class Moment(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """Where a tensor's random bits begin; see `amp.kernels.packing`.
+    """Where a tensor's random bits begin; see `amp.kernels.stochastic_rounding`.
 
     Attributes:
         seed: of 31 bits.
@@ -80,8 +80,8 @@ class UpdateRule(NamedTuple):
             rule with a direction uses the norms of parameters and directions as the tensor's own
             numbers.
         plain_update: replaces `update` in plain torch, where it may compute the norms itself.
-        packs: whether both moments fit into one word (`amp.kernels.packing`), as Adam's do: the first
-            is kept as its ratio to the root of the second.
+        packs: whether both moments fit into one word of 16 bits, as Adam's do: the first is kept as its
+            ratio to the root of the second.
     """
 
     moments: tuple[Moment, ...]

@@ -22,7 +22,8 @@ relative to the weight, and move it by half a unit of the weight at most. A rema
 that is too large for the weight is a remainder of another weight, and counts as 0.
 
 Shapes: the i-th tensors of each list have one shape, of any size. Launches: one for each device and
-dtype. Memory traffic: each tensor is read or written once. Formulas: see `amp.kernels.packing`.
+dtype. Memory traffic: each tensor is read or written once. `amp.kernels.stochastic_rounding` has the
+formulas.
 Source: the remainders of NVIDIA apex's DistributedFusedAdam, which recovers a master by undoing the
 rounding; here the sign of the low bits shows its direction.
 """
@@ -52,7 +53,7 @@ from amp.kernels.language import (
     widened,
 )
 from amp.kernels.launch_plans import Elementwise
-from amp.kernels.packing import (
+from amp.kernels.stochastic_rounding import (
     NEAREST,
     TO_NEAREST,
     join_halves,

@@ -3,7 +3,7 @@
     g = gradient * inv_scale * clip                           negated to maximize
     parameter, moments = rule(parameter, g, moments, t)       with t = step + 1
     model = round_to_nearest_even(parameter)                  for 16-bit weights with FP32 masters
-    step = t                                                  see `amp.kernels.packing` from 2^24 on
+    step = t                             see `amp.kernels.stochastic_rounding` from 2^24 on
 
 A step that merges first takes what a script has written to the models, as a merge of
 `amp.kernels.master_copy` does, but it steps, and so writes, all elements. Instead of having a
@@ -11,7 +11,7 @@ model, a parameter may be a 16-bit weight that forms a master with its `low` hal
 `amp.kernels.split`. Two moments may be packed in one int16. These, moments in bfloat16 and low halves
 in int8 are rounded stochastically: up or down at random, with the right mean. The random bits of an
 element depend on its `Origin` and the step, whatever else is stepped with it, and however the tensor is
-divided among ranks; see `amp.kernels.packing`.
+divided among ranks; see `amp.kernels.stochastic_rounding`.
 
 If `found_inf` is not 0, nothing is written: a skipped step does not count. Nor do steps of a tensor
 without elements. An `UpdateRule` is the formula of one optimizer, for Triton and for plain torch.
@@ -60,7 +60,10 @@ from amp.kernels.language import (
 )
 from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan
 from amp.kernels.master_copy import merged_block
-from amp.kernels.packing import (
+from amp.kernels.plainstep import measure_plainly, plan_step
+from amp.kernels.rule import Origin, StepArguments, UpdateRule, plus_product, quotient, square_root
+from amp.kernels.split import decode_block, encode_block
+from amp.kernels.stochastic_rounding import (
     NEAREST,
     bfloat16_bits,
     inverse,
@@ -70,9 +73,6 @@ from amp.kernels.packing import (
     step_of_key,
     unpacked,
 )
-from amp.kernels.plainstep import measure_plainly, plan_step
-from amp.kernels.rule import Origin, StepArguments, UpdateRule, plus_product, quotient, square_root
-from amp.kernels.split import decode_block, encode_block
 from amp.kernels.tensor_lists import Kind, TensorList, dense
 
 BLOCK = 2048
@@ -107,7 +107,7 @@ def step(
     backend: str | None = None,
     changes: Changes | None = None,
 ) -> None:
-    """Step parameters in place. On a device with Triton the host does not wait.
+    """Step parameters in place, now or when `changes` are made. With Triton the host does not wait.
 
     Autograd sees the change: the version of each parameter, model and low half goes up by one.
 
@@ -262,7 +262,7 @@ def _ticket(device: torch.device) -> Tensor:
 
 @jit
 def _random_bits(random, i):
-    """Return 32 random bits for elements of a chunk, int32; see `amp.kernels.packing`."""
+    """Return 32 random bits for elements of a chunk, int32; see `amp.kernels.stochastic_rounding`."""
     key, first, inside, run, pitch = random
     index = first + i
     if run is not None:

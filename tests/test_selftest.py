@@ -27,11 +27,11 @@ from amp.kernels import (
     lamb,
     language,
     master_copy,
-    packing,
     philox,
     plainstep,
     scaled_mm,
     sgd,
+    stochastic_rounding,
     unscale,
     update_scale,
 )
@@ -254,11 +254,13 @@ MUTATIONS: dict[str, tuple[Mutation, str]] = {
         "kernels: hysteresis",
     ),
     "halves: old low bits": (
-        of_value(packing, "joined", lambda high, low, number, *_: number((high << 16) + low)),
+        of_value(
+            stochastic_rounding, "joined", lambda high, low, number, *_: number((high << 16) + low)
+        ),
         "kernels: split16, bfloat16",
     ),
     "moments: packed to nearest": (
-        of_arguments(plainstep, "pack", lambda m, v, x: (m, v, packing.TO_NEAREST)),
+        of_arguments(plainstep, "pack", lambda m, v, x: (m, v, stochastic_rounding.TO_NEAREST)),
         "training: small states",
     ),
     "halves: to nearest": (
@@ -314,7 +316,7 @@ PLANTED = [
     ("language", "start, BLOCK).to", "start, BLOCK - 8).to", "kernels: master copy"),
     ("split", "is_zero & (rest < 0)", "is_zero & (rest < -9)", "kernels: split16, bfloat16"),
     ("update_scale", "good >= interval.to", "good > interval.to", "kernels: the loss scale"),
-    ("packing", "pattern + noise >> 16", "pattern >> 16", "training: moments"),
+    ("stochastic_rounding", "pattern + noise >> 16", "pattern >> 16", "training: moments"),
     ("stepping", "scale *= tl.load(clip)", "scale *= 1.0", "training: SGD"),
     ("sgd", "(g + decay * p), moments", "g, moments", "training: SGD"),
     ("quantize_tiles", "(i < M - m)", "(i < M - m - 1)", "fp8: quantized, 128x128"),

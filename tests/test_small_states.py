@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
-from amp.kernels import master_copy, packing, tensor_lists
+from amp.kernels import master_copy, tensor_lists
+from amp.kernels import stochastic_rounding as rounding
 from amp.kernels.adam import ADAMW
 from amp.kernels.rule import Origin
 from amp.kernels.split import decode, encode, join_reference, split_reference
@@ -63,16 +64,16 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 def test_every_word_comes_back_from_bfloat16_and_from_float32() -> None:
-    m, v = packing.unpack(ALL_WORDS.int())
+    m, v = rounding.unpack(ALL_WORDS.int())
     code, ratio = ALL_WORDS.int() >> 7 & 511, ALL_WORDS.int() << 25 >> 25
     is_used = ((code > 0) & (ratio > -64)) | (ALL_WORDS == 0)
     assert int(is_used.sum()) == 64_898
     for dtype in (F32, BF16):
-        back = packing.pack(m.to(dtype).float(), v.to(dtype).float(), packing.TO_NEAREST).short()
+        back = rounding.pack(m.to(dtype).float(), v.to(dtype).float(), rounding.TO_NEAREST).short()
         assert torch.equal(back[is_used], ALL_WORDS[is_used])
     is_nan = (code > 0) & (ratio == -64)
     assert bool(m[is_nan].isnan().all())
-    m, v = packing.unpack(packing.pack(m, v, packing.TO_NEAREST)[is_nan])
+    m, v = rounding.unpack(rounding.pack(m, v, rounding.TO_NEAREST)[is_nan])
     assert bool(m.isnan().all())
     assert bool((v == (1.75 * 2.0**23) ** 2).all())
 
@@ -89,8 +90,8 @@ def test_every_word_comes_back_from_bfloat16_and_from_float32() -> None:
     ],
 )
 def test_special_moments(m: float, v: float, expected: tuple[float, float]) -> None:
-    words = packing.pack(torch.tensor([m]), torch.tensor([v]), packing.TO_NEAREST).short()
-    found = [float(x) for x in packing.unpack(words.int())]
+    words = rounding.pack(torch.tensor([m]), torch.tensor([v]), rounding.TO_NEAREST).short()
+    found = [float(x) for x in rounding.unpack(words.int())]
     assert found == pytest.approx(expected, nan_ok=True)
 
 
@@ -142,7 +143,7 @@ def test_rounding_has_the_right_mean() -> None:
     n = 400_000
     keys = torch.randint(-(2**31), 2**31, (n,), generator=torch.Generator().manual_seed(0)).int()
     m, v = torch.full((n,), 0.37), torch.full((n,), 1.7)
-    ms, vs = packing.unpack(packing.pack(m, v, keys).int())
+    ms, vs = rounding.unpack(rounding.pack(m, v, keys).int())
     assert abs(float(vs.sqrt().double().mean()) / 1.7**0.5 - 1) < 1e-3
     assert abs(float(ms.double().mean()) - 0.37) < 1e-3
     high, low = encode(torch.full((n,), 1.0001), BF16, torch.int8, keys)

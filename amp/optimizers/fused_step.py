@@ -1,4 +1,4 @@
-"""One step of a fused optimizer: all batches are first checked, then clipped and stepped."""
+"""One step of a fused optimizer: all batches are checked and clipped, then planned, then stepped."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
     empty = [step for p, step in zip(one.lists["params"], steps, strict=True) if not p.numel()]
     if empty:
         before = torch.stack(empty)
-        after = kernels.packing.next_steps(before)
+        after = kernels.stochastic_rounding.next_steps(before)
         if found_inf is not None:
             after = torch.where(found_inf == 0, after, before)
         changes.add(functools.partial(torch._foreach_copy_, empty, list(after.unbind())))

@@ -101,7 +101,7 @@ def _check_entry(
 
 
 PACKED = "moments"
-"""The entry of a parameter's state that has both moments of Adam; see `amp.kernels.packing`."""
+"""The entry of a parameter's state that has both moments of Adam in words of 16 bits."""
 _BOTH = "exp_avg", "exp_avg_sq"
 
 

@@ -20,10 +20,10 @@ from amp.kernels import (
     lion,
     master_copy,
     novograd,
-    packing,
     sgd,
     split,
     stepping,
+    stochastic_rounding,
 )
 from amp.kernels.rule import Origin, UpdateRule
 from amp.selftest.check_registry import CHECKS, Check, Outcome, SkipError, assert_same_bits, check
@@ -368,7 +368,7 @@ def _rounds_small_states(device: torch.device) -> None:
     stepping.step(*of_one, backend="reference")
     for backend_of in BACKENDS:
         weights, lows, words = _one_step(device, values, grads, Origin(1), backend_of)
-        first, second = (moment.double() for moment in packing.unpack(words.int()))
+        first, second = (moment.double() for moment in stochastic_rounding.unpack(words.int()))
         master = split.decode(weights, lows).double()
         _assert_rounded(second.sqrt(), 0.1 * g, 2.0**-3, "the root of a second moment")
         _assert_mean(first, 0.1 * g, "a first moment")

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from amp.kernels import packing, tensor_lists
+from amp.kernels import stochastic_rounding as rounding
+from amp.kernels import tensor_lists
 from amp.kernels.backend import uses_triton
 from amp.kernels.language import INTERPRETED
 from amp.kernels.moments import pack, unpack
@@ -22,12 +23,12 @@ def test_every_word_comes_back(device: torch.device, dtype: torch.dtype) -> None
     words = torch.arange(-(2**15), 2**15, 29 if INTERPRETED else 1, device=device).short()
     both = [torch.full_like(words, 7, dtype=dtype) for _ in range(2)]
     unpack([words], [both[0]], [both[1]])
-    for found, expected in zip(both, packing.unpack(words.int()), strict=True):
+    for found, expected in zip(both, rounding.unpack(words.int()), strict=True):
         torch.testing.assert_close(found, expected.to(dtype), rtol=0, atol=0, equal_nan=True)
     back = torch.empty_like(words)
     pack([both[0]], [both[1]], [back])
     m, v = both[0].float(), both[1].float()
-    assert torch.equal(back, packing.pack(m, v, packing.TO_NEAREST).short())
+    assert torch.equal(back, rounding.pack(m, v, rounding.TO_NEAREST).short())
     code, ratio = words.int() >> 7 & 511, words.int() << 25 >> 25
     is_used = ((code > 0) & (ratio > -64)) | (words == 0)
     assert torch.equal(back[is_used], words[is_used])
@@ -48,7 +49,7 @@ def test_shapes_strides_and_dtypes_mix(device: torch.device) -> None:
     words = [torch.empty(x.shape, dtype=torch.int16, device=device) for x in firsts]
     pack(firsts, seconds, words)
     for m, v, word in zip(firsts, seconds, words, strict=True):
-        assert torch.equal(word, packing.pack(m.float(), v, packing.TO_NEAREST).short())
+        assert torch.equal(word, rounding.pack(m.float(), v, rounding.TO_NEAREST).short())
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
