@@ -15,7 +15,7 @@ from torch import nn
 from amp import distributed
 from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import gathered, named_models, open_scale
-from amp.diagnosis.findings import Finding, Report
+from amp.diagnosis.findings import Report
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.places import open_modes
 from amp.diagnosis.shadow import Shadow
@@ -91,7 +91,7 @@ class Armed(Observer):
         if is_again or self._stepped >= set(map(id, session.attached)):
             shadow = self._shadow
             self.session_ends(session)
-            findings = gathered(_found_by(shadow) or [])
+            findings = gathered(guarded(findings_of)(shadow) or [])
             session.last_report = Report(
                 findings, len(shadow.ops), distributed.world_size(), unfollowed=self.unfollowed
             )
@@ -106,8 +106,3 @@ class Armed(Observer):
         """Stop watching."""
         self._shadow = None
         self._open.close()
-
-
-@guarded
-def _found_by(shadow: Shadow) -> list[Finding]:
-    return findings_of(shadow)
