@@ -70,19 +70,6 @@ def test_names_come_from_the_device(level: str, optimizer: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_names_of_two_models_do_not_collide(optimizer: str) -> None:
-    models: Any = [nn.Linear(4, 4).to(DEVICE) for _ in range(2)]
-    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
-    amp.initialize(models, optimizers, opt_level="O2", verbosity=0)
-    x = torch.ones(2, 4, device=DEVICE)
-    with amp.scale_loss(models[0](x).sum() + models[1](x).sum() * math.nan, optimizers) as scaled_loss:
-        scaled_loss.backward()
-    for one in optimizers:
-        one.step()
-    assert amp.history()[0].bad == ("model 1: weight", "model 1: bias")
-
-
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_so_they_do_where_gradients_are_added(level: str) -> None:
     rows = train(level, "FusedAdam", {3: "c"}, blocks=2)

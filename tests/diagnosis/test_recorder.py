@@ -71,6 +71,18 @@ def test_only_what_was_bad_is_named() -> None:
     assert amp.history()[0].bad == ("b.weight", "b.bias")
 
 
+def test_names_of_two_models_do_not_collide() -> None:
+    models: Any = [nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for model in models]
+    amp.initialize(models, optimizers, opt_level="O2", loss_scale=LOW, verbosity=0)
+    x = torch.ones(1, 2)
+    with amp.scale_loss((models[0](x) + models[1](x) * math.inf).sum(), optimizers) as loss:
+        loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert amp.history()[0].bad == ("model 1: weight", "model 1: bias")
+
+
 def test_each_loss_has_its_history_of_256() -> None:
     model: Any = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.0)

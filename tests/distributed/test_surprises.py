@@ -528,7 +528,7 @@ def test_looking_at_a_checkpoint_between_micro_batches_changes_nothing(
 
 @ranks(2)
 def test_a_rank_may_ask_alone_whether_gradients_overflowed(rank: int) -> None:
-    model: Any = DistributedDataParallel(nn.Linear(WIDTH, 2).half())
+    model: Any = shard(nn.Linear(WIDTH, 2).half())
     args = {"init_scale": 4.0}
     optimizer = FP16_Optimizer(sgd(model), dynamic_loss_scale=True, dynamic_loss_args=args)
     for factor in (1.0, float("inf")):
