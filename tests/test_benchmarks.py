@@ -8,8 +8,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from docs.benchmarks import first_gpu
 from docs.benchmarks.bench_kernels import table
@@ -120,3 +122,83 @@ def test_sets_for_a_gpu_fit_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0.77e9 < bench_kernels.elements_in(small["GPT-2 large"]) < 0.78e9
     assert all(30 * bench_kernels.elements_in(shapes) < 24 * 10**9 for shapes in small.values())
     assert list(bench_kernels.sets_for(8 * 10**9)) == ["ResNet-50"]
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler: a warning would be a row's error
+@pytest.mark.parametrize(
+    "part", ["layer_rows", "block_rows", "model_rows", pytest.param("compiled", marks=pytest.mark.slow)]
+)
+def test_each_way_of_training_has_a_row(part: str) -> None:
+    """On a CPU with small sizes: what `--small` does."""
+    benchmarks = importlib.import_module("docs.benchmarks.fp8_training")
+    rows_of = getattr(benchmarks, part, benchmarks.layer_rows)
+    ways = benchmarks.OF_STEPS if part == "model_rows" else benchmarks.WAYS
+    if part == "compiled":
+        ways = [way for way in ways if way.name in ("BF16", "O7")]
+    header, *rows = rows_of(CPU, benchmarks.SMALL, ways, (part == "compiled",))
+    assert [row[1].removesuffix(", compiled") for row in rows] == [way.name for way in ways]
+    assert {len(row) for row in rows} == {len(header)}
+    for way, row in zip(ways, rows, strict=True):
+        if "torchao" in way.name and "not run: ModuleNotFoundError" in row[2]:
+            continue
+        assert float(row[2]) > 0
+        assert row[-1] == "1.00" if way.name == way.beside else row[-1].endswith(f" of {way.beside}")
+
+
+@pytest.mark.parametrize("part", ["quantization_rows", "product_rows"])
+def test_the_rows_of_operations_on_a_gpu_can_be_made(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench_fp8 = importlib.import_module("docs.benchmarks.bench_fp8")
+
+    def seconds(run: Any) -> float:
+        run()
+        return 1e-3
+
+    for name in ("device_seconds", "host_seconds"):
+        monkeypatch.setattr(bench_fp8, name, seconds)
+    monkeypatch.setattr(bench_fp8, "copy_rate", lambda _: 1e12)
+    monkeypatch.setattr(bench_fp8, "launches", lambda _: "9 + 0")
+    header, *rows = getattr(bench_fp8, part)(CPU, bench_fp8.SMALL._replace(widths=(128,), tokens=128))
+    assert {len(row) for row in rows} == {len(header)}
+    assert len(rows) == (10 if part == "quantization_rows" else 14)
+    if part == "product_rows":  # at O7 input and gradient 12 B a token, the weight 2 * 3 B
+        floor = bench_fp8.floor_seconds(128, 128, 1e9, 1e12)[1]
+        assert floor == pytest.approx(6 * 128**3 / 2e9 + (12 + 6) * 128**2 / 1e12)
+
+
+def test_rows_are_written_as_they_are_measured(tmp_path: Path) -> None:
+    """A device may be taken away at any time."""
+    bench_fp8, path = importlib.import_module("docs.benchmarks.bench_fp8"), tmp_path / "rows.md"
+    seen = []
+
+    def rows() -> Iterator[list[str]]:
+        for row in (["what", "us"], ["one", "1"], ["two", "2"]):
+            yield row
+            seen.append(path.read_text().count("\n|"))
+
+    with path.open("w") as file, pytest.raises(RuntimeError):
+
+        def broken() -> Iterator[list[str]]:
+            yield from rows()
+            raise RuntimeError
+
+        bench_fp8.write_part(file, "layers", broken())
+    assert seen == [2, 3, 4]
+    assert path.read_text().endswith("| what | us |\n| --- | --- |\n| one | 1 |\n| two | 2 |\n")
+
+
+def test_parts_are_chosen_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench_fp8: Any = importlib.import_module("docs.benchmarks.bench_fp8")
+    monkeypatch.setitem(bench_fp8.ON_A_CPU, "layers", lambda device, sizes: iter([["what"], ["small"]]))
+    options = ["--small", "--parts", "layers", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_fp8.py", *options])
+    threads = torch.get_num_threads()
+    bench_fp8.main()
+    torch.set_num_threads(threads)
+    text = (tmp_path / "fp8-cpu.md").read_text()
+    assert "## A linear layer\n\nA row is a square `nn.Linear`" in text
+    assert text.endswith("| small |\n")

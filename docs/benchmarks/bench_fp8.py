@@ -2,11 +2,10 @@
 
     python docs/benchmarks/bench_fp8.py --device cpu      # what `make bench` runs
     python docs/benchmarks/bench_fp8.py --device cuda     # what `make bench-gpu` runs
+    python docs/benchmarks/bench_fp8.py --device cuda --parts layers blocks
+    python docs/benchmarks/bench_fp8.py --device cpu --small --parts layers   # a dry run
 
-A row of quantization counts the bytes that cannot be done without: each number read once, twice where
-the scale is of a tensor or a row, and 1 byte written for each result; in FP4 half a byte and the scales
-of blocks, and twice read for `1x16` and `16x16`. A row of a layer is its three
-products with all quantization, beside BF16's three products; its floor is what `floor_seconds` counts.
+A part is a table, whose rows are written as they are measured, and a text that says what a row is.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import torch
 from torch import Tensor, nn
@@ -32,13 +32,12 @@ from docs.benchmarks.bench_kernels import (
     host_seconds,
     launches,
     setting,
-    table,
     turns,
 )
+from docs.benchmarks.fp8_training import SMALL, Sizes, block_rows, layer_rows, model_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-WIDTHS = (1024, 2048, 4096, 8192)
-TOKENS = 4096
+FULL = Sizes()
 
 RECIPES: dict[str, tuple[Granularity, Granularity]] = {
     "current": ("tensor", "tensor"),
@@ -58,7 +57,7 @@ def bytes_of(granularity: Granularity, dtype: torch.dtype, results: int = 2) -> 
 
 
 def floor_seconds(
-    width: int, tokens: int, flops: float, bandwidth: float, weight_bytes: int = 4
+    width: int, tokens: int, flops: float, bandwidth: float, weight_bytes: int = 2
 ) -> tuple[float, float]:
     """Return the least time of a square layer's three products in BF16 and, with `current`, in FP8.
 
@@ -70,9 +69,9 @@ def floor_seconds(
         weight_bytes: of a weight before it is quantized: 4 at O6, 2 at O7.
     """
     products = 6 * tokens * width**2
-    # Input and gradient: read twice, written both ways. The weight: likewise in the forward, written
-    # once, and read and written once more in the backward.
-    moved = 12 * tokens * width + (3 * weight_bytes + 2) * width**2
+    # Input and gradient: read twice, written both ways. The weight: read and written once, in the
+    # forward and again in the backward.
+    moved = 12 * tokens * width + 2 * (weight_bytes + 1) * width**2
     return products / flops, products / (2 * flops) + moved / bandwidth
 
 
@@ -186,110 +185,172 @@ def step_rows() -> Iterator[list[str]]:
         yield [name, f"{spent * 1e3:.1f}", *(f"{spent / first:.2f}" for first in seconds[:2])]
 
 
-def layer_in_fp8(x: Tensor, weight: Tensor, grad: Tensor, recipe: str) -> Callable[[], object]:
-    """Return what does a layer's three products in FP8, quantization included."""
+def layer_in_fp8(
+    x: Tensor, weight: Tensor, grad: Tensor, recipe: str, guesses: bool = True
+) -> Callable[[], object]:
+    """Return what does a layer's three products in FP8, quantization included.
+
+    With `guesses` the factor that a weight had last is tried, as a module does with `current`.
+    """
     of_x, of_weight = RECIPES[recipe]
     of_grad = E5M2 if recipe == "current" else E4M3
+    is_known = recipe == "current"
+    last: list[Tensor | None] = [None]
 
-    def operand(x: Tensor, dtype: torch.dtype, granularity: Granularity, by_row: bool) -> Operand:
-        result = quantize(x, dtype, granularity, by_row=by_row, by_column=not by_row)
-        found = result.by_row if by_row else result.by_column
-        assert found is not None
-        return found
+    def multiply(a: Operand | None, b: Operand | None, dtype: torch.dtype, **options: bool) -> None:
+        assert a is not None
+        assert b is not None
+        scaled_mm(a, b, dtype, **options)
 
     def run() -> None:
         both = quantize(x, E4M3, of_x)
-        assert both.by_row is not None
-        assert both.by_column is not None
-        scaled_mm(both.by_row, operand(weight, E4M3, of_weight, True), torch.bfloat16, fast_accum=True)
+        forward = quantize(weight, E4M3, of_weight, by_column=False, guess=last[0])
+        if guesses and recipe == "current":
+            last[0] = forward.factor
+        multiply(both.by_row, forward.by_row, torch.bfloat16, fast_accum=True)
         grads = quantize(grad, of_grad, of_x)
-        assert grads.by_row is not None
-        assert grads.by_column is not None
-        scaled_mm(grads.by_row, operand(weight, E4M3, of_weight, False), torch.bfloat16)
-        scaled_mm(grads.by_column, both.by_column, torch.float32)
+        backward = quantize(
+            weight, E4M3, of_weight, by_row=False, factor=forward.factor, is_known=is_known
+        )
+        multiply(grads.by_row, backward.by_column, torch.bfloat16)
+        multiply(grads.by_column, both.by_column, weight.dtype)
 
     return run
 
 
-def gpu_rows(device: torch.device) -> Iterator[list[str]]:
-    """Yield a header and the rows of a GPU, measured now."""
+def quantization_rows(device: torch.device, sizes: Sizes = FULL) -> Iterator[list[str]]:
+    """Yield a header and the rows of quantization on a GPU."""
+    rate = copy_rate(device)
+    yield ["h", "what", "device µs", "kernels + copies", "host µs", "GB/s", "of the floor"]
+    yield ["", "copy of 2 GiB, by torch", "", "", "", f"{rate / 1e9:.0f}", ""]
+    for width in sizes.widths:
+        x = torch.randn(sizes.tokens, width, device=device).bfloat16()
+        runs: dict[str, tuple[Callable[[], object], float]] = {}
+        for granularity, passes in PASSES.items():
+            if granularity != "128x128":
+                moved = passes * 2 + 2
+                runs[granularity] = quantizing(x, granularity), moved  # type: ignore[arg-type]
+        for kind, (of_blocks, _, _) in FP4_KINDS.items():
+            runs[kind] = quantizing_to_fp4(x, kind), fp4_bytes_of(of_blocks, x.dtype)
+        for name, (run, moved) in runs.items():
+            seconds = device_seconds(run)
+            yield [
+                str(width),
+                f"quantize {name}, bfloat16",
+                f"{seconds * 1e6:.1f}",
+                launches(run),
+                f"{host_seconds(run) * 1e6:.0f}",
+                f"{moved * x.numel() / seconds / 1e9:.0f}",
+                f"{moved * x.numel() / rate / seconds:.0%}",
+            ]
+
+
+def product_rows(device: torch.device, sizes: Sizes = FULL) -> Iterator[list[str]]:
+    """Yield a header and the rows of three products on a GPU, with weights of O7 and of O6."""
     rate = copy_rate(device)
     yield [
-        "h",
-        "what",
-        "by",
-        "device µs",
-        "kernels + copies",
-        "host µs",
-        "GB/s or TFLOP/s",
-        "of the floor",
+        *("h", "weights", "by", "device µs", "kernels + copies", "host µs", "TFLOP/s"),
+        *("speed beside BF16", "of the floor"),
     ]
-    yield ["", "copy of 2 GiB", "torch", "", "", "", f"{rate / 1e9:.0f} GB/s", ""]
-    for width in WIDTHS:
-        x, weight, grad = (torch.randn(n, width, device=device) for n in (TOKENS, width, TOKENS))
-        low_x, low_grad, low_weight = (each.bfloat16() for each in (x, grad, weight))
-        for granularity in ("tensor", "row", "1x128", "1x32"):
-            run = quantizing(low_x, granularity)  # type: ignore[arg-type]
-            seconds = device_seconds(run)
-            moved = bytes_of(granularity, torch.bfloat16) * x.numel()  # type: ignore[arg-type]
-            yield [
-                str(width),
-                f"quantize {granularity}, bfloat16",
-                "reamp",
-                f"{seconds * 1e6:.1f}",
-                launches(run),
-                f"{host_seconds(run) * 1e6:.0f}",
-                f"{moved / seconds / 1e9:.0f} GB/s",
-                f"{moved / rate / seconds:.0%}",
-            ]
+    for width in sizes.widths:
+        x, grad = (torch.randn(sizes.tokens, width, device=device).bfloat16() for _ in range(2))
+        products = 6 * sizes.tokens * width**2
+        for level, dtype in (("O7: bfloat16", torch.bfloat16), ("O6: float32", torch.float32)):
+            weight = torch.randn(width, width, device=device).to(dtype)
 
-        for kind, (of_blocks, _, _) in FP4_KINDS.items():
-            run = quantizing_to_fp4(low_x, kind)
-            seconds = device_seconds(run)
-            of_all = fp4_bytes_of(of_blocks, torch.bfloat16) * x.numel()
-            yield [
-                str(width),
-                f"quantize {kind}, bfloat16",
-                "reamp",
-                f"{seconds * 1e6:.1f}",
-                launches(run),
-                f"{host_seconds(run) * 1e6:.0f}",
-                f"{of_all / seconds / 1e9:.0f} GB/s",
-                f"{of_all / rate / seconds:.0%}",
-            ]
+            def in_bf16(x: Tensor = x, weight: Tensor = weight, grad: Tensor = grad) -> None:
+                low = weight.bfloat16()  # nothing at O7
+                x @ low.t()
+                grad @ low
+                (grad.t() @ x).to(weight.dtype)
 
-        def in_bf16(x: Tensor = low_x, weight: Tensor = low_weight, grad: Tensor = low_grad) -> None:
-            x @ weight.t()
-            grad @ weight
-            grad.t() @ x
+            runs: dict[str, Callable[[], object]] = {"torch, BF16": in_bf16}
+            for recipe in RECIPES:
+                runs[f"reamp, {recipe}"] = layer_in_fp8(x, weight, grad, recipe)
+            for recipe in ("nvfp4", "mxfp4"):
+                runs[f"reamp, {recipe}"] = layer_in_fp4(x, weight, grad, recipe)
+            half = 0.0
+            for name, run in runs.items():
+                seconds = device_seconds(run)
+                half = half or seconds
+                _, floor = floor_seconds(width, sizes.tokens, products / half, rate, dtype.itemsize)
+                yield [
+                    *(str(width), level, name, f"{seconds * 1e6:.1f}", launches(run)),
+                    f"{host_seconds(run) * 1e6:.0f}",
+                    f"{products / seconds / 1e12:.0f}",
+                    f"{half / seconds:.2f}",
+                    f"{floor / seconds:.0%}" if name == "reamp, current" else "",
+                ]
 
-        half = device_seconds(in_bf16)
-        products = 6 * TOKENS * width**2
-        yield [
-            str(width),
-            "layer",
-            "torch, BF16",
-            f"{half * 1e6:.1f}",
-            launches(in_bf16),
-            f"{host_seconds(in_bf16) * 1e6:.0f}",
-            f"{products / half / 1e12:.0f} TFLOP/s",
-            "",
-        ]
-        _, floor = floor_seconds(width, TOKENS, products / half, rate)
-        for recipe in (*RECIPES, "nvfp4", "mxfp4"):
-            in_few_bits = layer_in_fp8 if recipe in RECIPES else layer_in_fp4
-            run = in_few_bits(low_x, weight, low_grad, recipe)
-            seconds = device_seconds(run)
-            yield [
-                str(width),
-                f"layer, {half / seconds:.2f} times BF16",
-                f"reamp, {recipe}",
-                f"{seconds * 1e6:.1f}",
-                launches(run),
-                f"{host_seconds(run) * 1e6:.0f}",
-                f"{products / seconds / 1e12:.0f} TFLOP/s",
-                f"{floor / seconds:.0%}" if recipe == "current" else "",
-            ]
+
+Part = Callable[[torch.device, Sizes], Iterator[list[str]]]
+TRAINING: dict[str, Part] = {"layers": layer_rows, "blocks": block_rows, "models": model_rows}
+ON_A_GPU: dict[str, Part] = {
+    "quantization": quantization_rows,
+    "products": product_rows,
+    **TRAINING,
+}
+ON_A_CPU: dict[str, Part] = {
+    "quantization": lambda device, sizes: cpu_rows(),
+    "steps": lambda device, sizes: step_rows(),
+    **TRAINING,
+}
+"""The parts. Those of training run on a CPU too: with `--small`, to see that they run."""
+_OF_TRAINING = (
+    "Forward and backward through modules and autograd, as a script has them. O5, O7, O9 and torchao, "
+    "where it is installed, are set beside a model cast to BF16, and O6 beside `torch.autocast`, which "
+    "casts the weights in each forward, too; what is compiled is set beside what is compiled."
+)
+TEXTS = {
+    "quantization": (
+        "Quantization",
+        "A row is one matrix, quantized both ways. It counts the bytes that cannot be done without: "
+        "each number read once, twice where the scale is of a tensor or a row, and 1 byte written for "
+        "each result; in FP4 half a byte and the scales of blocks, and twice read for `1x16` and "
+        "`16x16`.",
+    ),
+    "products": (
+        "Three products of a layer, with quantization",
+        "A row is the three products of a square layer by this library's operations alone, with all "
+        "quantization, as a module has it from the second step on: with `current` the weight is "
+        "quantized in the forward by the factor that it had last, in the backward by the forward's. "
+        "Beside it, the three products of the same matrices in BF16. At O7 weights and their gradients "
+        "are in BF16, at O6 in FP32, and BF16 casts the weight once. The floor is what `floor_seconds` "
+        "counts.",
+    ),
+    "steps": (
+        "A step in plain torch",
+        "A row is a step of five layers, four of them 512 wide, a batch of 512, `torch.optim.AdamW`.",
+    ),
+    "layers": (
+        "A linear layer",
+        "A row is a square `nn.Linear` without a bias. "
+        f"{_OF_TRAINING} `delayed` has a history already.",
+    ),
+    "blocks": (
+        "A layer of a transformer",
+        "A row is attention and a gated MLP, as in Llama, all linear layers in FP8. "
+        f"{_OF_TRAINING} `delayed` has a history already.",
+    ),
+    "models": (
+        "The step of a language model",
+        "A row is a whole step with `torch.optim.AdamW`, fused on a GPU. "
+        f"{_OF_TRAINING} BF16 has no FP32 masters, which the levels have; the last layer stays in half "
+        "precision.",
+    ),
+}
+"""The title of each part, and what its rows are."""
+
+
+def write_part(file: TextIO, name: str, rows: Iterable[list[str]]) -> None:
+    """Write a part: its title, its text and its table, each row as soon as it is measured."""
+    file.write("\n## {}\n\n{}\n\n".format(*TEXTS[name]))
+    for i, row in enumerate(rows):
+        lines = "| " + " | ".join(row) + " |\n"
+        print(lines, end="", flush=True)
+        lines += "" if i else "|" + " --- |" * len(row) + "\n"
+        file.write(lines)
+        file.flush()
 
 
 def main() -> None:
@@ -297,18 +358,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="where to write")
+    parser.add_argument("--parts", nargs="+", choices=list(TEXTS), help="which; all by default")
+    parser.add_argument("--small", action="store_true", help="small layers and models, for a dry run")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no GPU here: --device cpu measures what plain torch does")
     on_gpu = options.device == "cuda"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
-    header = f"# FP8 on {'a GPU' if on_gpu else 'the CPU'}\n\n{setting(device)}\n\n"
-    text = header + table(gpu_rows(device) if on_gpu else cpu_rows()) + "\n"
+    parts = ON_A_GPU if on_gpu else ON_A_CPU
+    names = options.parts or list(parts if on_gpu else parts.keys() - TRAINING.keys())
+    names = [name for name in TEXTS if name in names]
+    if unknown := [name for name in names if name not in parts]:
+        sys.exit(f"no part {', '.join(unknown)} on {options.device}: {', '.join(parts)}")
     if not on_gpu:
-        text += "\nFive layers, four of them 512 wide, a batch of 512, `torch.optim.AdamW`:\n\n"
-        text += table(step_rows()) + "\n"
+        torch.set_num_threads(1)
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"fp8-{options.device}.md").write_text(text)
+    with (options.out / f"fp8-{options.device}.md").open("w") as file:
+        file.write(f"# FP8 on {'a GPU' if on_gpu else 'the CPU'}\n\n{setting(device)}\n")
+        for name in names:
+            write_part(file, name, parts[name](device, SMALL if options.small else FULL))
 
 
 if __name__ == "__main__":
