@@ -8,9 +8,8 @@ Where the factor of a tensor is given or guessed, there is no earlier launch: th
 tiles by that factor, and measure the amax as they do. The one that finishes last then knows whether the
 factor is right. If not, which is rare, it writes all tiles again, alone.
 
-Programs raise the amax of a tensor in a scratch that the last one clears. A launch gets a scratch that
-no other one has, and gives it back once the kernel that clears it is on its way: after an interrupt
-before, the next launch takes a new one.
+Programs raise the amax of a tensor in a scratch that the last one clears, for the next launch on that
+stream.
 
 FP8 is written as bytes: Triton rounds to E4M3 only on sm_89 and later, and wrongly in its interpreter,
 so elsewhere this module rounds the bits.
@@ -43,7 +42,7 @@ from amp.kernels.fp8 import (
 )
 from amp.kernels.interrupts import outside_inference_mode
 from amp.kernels.language import INTERPRETED, Bound, constant, jit, launch, tl, widened
-from amp.kernels.launch_plans import stream_of
+from amp.kernels.launch_plans import cached
 
 TILES: dict[Granularity, tuple[tuple[int, int], int]] = {
     "tensor": ((64, 128), 4),
@@ -231,8 +230,7 @@ def _run_by_tensor(x: Tensor, wanted: QuantizeArguments) -> Quantized:
     # Each number in memory of its own: cuBLAS takes no view of a vector.
     used, inverse = _new(plan.number), _new(plan.number)
     results = used, inverse, seen, divisor
-    free = _free_scratches(stream_of(device), device)
-    scratch = free.pop() if free else _new_scratch(device)
+    scratch = _scratch(device)
     if is_guess or (factor is not None and wanted.is_known and part is None):
         plan.write_and_check(x, scratch, factor, *results, by_row, by_column)
     else:
@@ -244,7 +242,6 @@ def _run_by_tensor(x: Tensor, wanted: QuantizeArguments) -> Quantized:
             part.agree(amax)
             plan.scale(factor, amax, *results)
         plan.write(x, None, used, None, None, None, None, by_row, by_column)
-    free.append(scratch)
     return Quantized(
         None if by_row is None else Operand(by_row, inverse, "tensor", wanted.power_of_2),
         None if by_column is None else Operand(by_column, inverse, "tensor", wanted.power_of_2),
@@ -255,31 +252,18 @@ def _run_by_tensor(x: Tensor, wanted: QuantizeArguments) -> Quantized:
 _new = functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-@functools.lru_cache(maxsize=64)
-def _scratches(stream: int, device: torch.device) -> list[Tensor]:
-    """Return the scratches that are free on a stream."""
-    return []
-
-
-def _new_scratch(device: torch.device) -> Tensor:
-    """Return an amax and the number of programs that have raised it, int32 `[2]`, both 0."""
+@cached
+def _scratch(device: torch.device) -> Tensor:
+    """Return an amax and how many programs have raised it, int32 `[2]`; between launches both are 0."""
     with outside_inference_mode():
         return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-def _free_scratches(stream: int | None, device: torch.device) -> list[Tensor]:
-    """Return the scratches of a stream; none while a CUDA graph is captured, whose replays fill one."""
-    return [] if stream is None else _scratches(stream, device)
 
 
 def amax_of_tensor(x: Tensor) -> Tensor:
     """Return the amax of a matrix that `take` allows, float32 `[]`; inf for inf and NaN."""
     amax = x.new_empty((), dtype=torch.float32)
-    free = _free_scratches(stream_of(x.device), x.device)
-    scratch = free.pop() if free else _new_scratch(x.device)
     measure = _measure(x.device, x.dtype, x.numel())
-    measure(x, scratch, None, amax, *[None] * 4)
-    free.append(scratch)
+    measure(x, _scratch(x.device), None, amax, *[None] * 4)
     return amax
 
 

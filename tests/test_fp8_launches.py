@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(quantize_tiles, "rounds_by_bits", lambda _: False)
     monkeypatch.setattr(scaled_mm, "way_of", lambda *_: "native")
     monkeypatch.setattr(fp8_linear, "_sample_of", lambda _: None)  # none is taken on a GPU
-    caches = quantize_tiles._tensor_plan, quantize_tiles._scratches
+    caches: Any = quantize_tiles._tensor_plan, quantize_tiles._scratch
     for cache in caches:
         cache.cache_clear()
     yield names

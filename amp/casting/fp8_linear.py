@@ -52,25 +52,22 @@ FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}
 
 
 class LastFactor:
-    """The factor of a module's weight when it was last quantized, on one device and stream.
-
-    Attributes:
-        factor: float32 `[]`, or None.
-        place: the device and the stream, whose later kernels may read it.
-    """
+    """The factor of a module's weight when it was last quantized, on one device and stream."""
 
     def __init__(self) -> None:
-        self.factor: Tensor | None = None
-        self.place: Any = None
+        # One attribute, which threads of several devices write: float32 `[]`, and the place whose later
+        # kernels may read it.
+        self._last: tuple[Tensor | None, Any] = None, None
 
     def on(self, device: torch.device, stream: int | None) -> Tensor | None:
         """Return the factor if it is there; None while a CUDA graph is captured."""
-        return self.factor if stream is not None and self.place == (device, stream) else None
+        factor, place = self._last
+        return factor if stream is not None and place == (device, stream) else None
 
     def keep(self, factor: Tensor | None, device: torch.device, stream: int | None) -> None:
         """Keep the factor of a weight. One that a CUDA graph writes would not outlive the graph."""
         if stream is not None:
-            self.factor, self.place = factor, (device, stream)
+            self._last = factor, (device, stream)
 
 
 class Layer(NamedTuple):

@@ -121,7 +121,7 @@ class Footprint:
         activations: activations saved for backward, for the numbers that were given.
         transient: copies that exist for a part of an iteration: casts of weights in a forward, 16-bit
             gradients while they are unscaled into FP32 ones, FP32 values of lean masters in a step, the
-            weight of one layer in FP8 or FP4.
+            weight of one layer in FP8 or FP4, and with `keep_weights` those of all layers.
     """
 
     opt_level: str
@@ -218,8 +218,9 @@ def footprint(
     if (fp8 := properties.fp8) is not None:
         of_low = _BYTES_OF.get(fp8.recipe, Fraction(1))
         linear_input = of_low if fp8.grad_weight in ("fp8", "fp4") else Fraction(2)
-        largest = max((tensor.numel for tensor in tensors if tensor.in_fp8), default=0)
-        terms["transient"] += math.ceil(of_low * largest)
+        in_low = [tensor.numel for tensor in tensors if tensor.in_fp8]
+        kept_weights = sum(in_low) if fp8.keep_weights else 0
+        terms["transient"] += math.ceil(of_low * (max(in_low, default=0) + kept_weights))
     terms["activations"] = round(activations) * activation + math.ceil(
         linear_input * round(linear_inputs)
     )

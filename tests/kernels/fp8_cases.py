@@ -82,8 +82,10 @@ CASES: dict[str, Case] = {}
 for source in ("bf16", "fp32"):
     block = {"BLOCK": tiles.AMAX_BLOCK}
     of_amax = {"IS_GUESS": False, "E4M3": True, "POW2": True, "warps": tiles.AMAX_WARPS, **UNSEEN}
-    CASES[f"amax {source}"] = case(tiles.amax_kernel, source, factor=None, **block, **of_amax)
-    alone = {"amax": "*fp32", "factor": None, "used": None, "inverse": None}
+    CASES[f"amax {source}"] = case(
+        tiles.amax_kernel, source, amax=None, factor=None, **block, **of_amax
+    )
+    alone = {"factor": None, "used": None, "inverse": None}
     CASES[f"amax, alone {source}"] = case(tiles.amax_kernel, source, **alone, **block, **of_amax)
     CASES[f"amaxes {source}"] = case(
         tiles.amaxes_kernel, source, tile=tiles.AMAXES_TILE, warps=tiles.AMAXES_WARPS

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import cpu_passes, language
+from amp.kernels import cpu_passes
 from amp.kernels.fp8 import (
     DTYPES,
     MULTIPLE,
@@ -232,26 +232,6 @@ def test_no_way_to_a_factor_changes_a_bit(
         assert_same_bits(ours["seen"].amax, plain["seen"].amax)
         if "factor" not in numbers:
             assert_same_operands(found, quantize(x, E4M3, backend="reference"))
-
-
-@pytest.mark.triton
-def test_an_interrupted_quantization_leaves_nothing_to_the_next(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An interrupt between the launch that measures the amax and the one that writes."""
-    large, small = (torch.full((16, 128), number, device=device) for number in (1e4, 1.0))
-    expected = quantize(small, E4M3)  # and a scratch is free
-    run, launches = language.Bound.__call__, []
-
-    def interrupted(launch: Any, *tensors: Any) -> None:
-        launches.append(launch)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(language.Bound, "__call__", lambda *a: run(*a) or interrupted(*a))
-        quantize(large, E4M3)
-    assert launches
-    assert_same_operands(quantize(small, E4M3), expected)
 
 
 @pytest.mark.triton
