@@ -120,7 +120,7 @@ class Layer(NamedTuple):
         return self.recipe.recipe in FP4 and not is_high
 
     def operand(self, parts: tuple[Tensor | None, ...], entry: int) -> Operand:
-        """Return the operand for an input, or a weight by row, from the result of `parts_of`."""
+        """Return the operand for an input, or a weight by row, from the result of `_parts_of`."""
         values, inverse, outer = parts
         assert values is not None
         assert inverse is not None
@@ -158,7 +158,8 @@ class Layer(NamedTuple):
             sees: whether the history records the amax.
             factor: the scale factor, float32 `[]`, or None for that of the history or of `x` itself.
         """
-        granularity = self._granularity(entry, by_column and not by_row)
+        is_backward = by_column and not by_row  # of a weight
+        granularity = self._granularity(entry, is_backward)
         if self.recipe.is_fp4:
             return quantize_fp4(
                 x,
@@ -356,12 +357,14 @@ def _is_equal(sample: Tensor | None, other: Tensor | None) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    # Not with `setup_context`: torch would look at the signature of `forward` at each call.
+    # Not with `setup_context`: torch would look at the signature of `forward` at each call. `more` has
+    # three tensors each of the input by row and by column, and of the weight by row and by column; then
+    # the weight's factor, the dtype of the output, the layer, and whether the history records amaxes.
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, *more: Any) -> Tensor:
         of_rows, of_columns, of_weight, weight_columns = (more[i : i + 3] for i in range(0, 12, 3))
-        factor, ctx.low, layer, ctx.sees = more[12:]
+        factor, ctx.out_dtype, layer, ctx.sees = more[12:]
         ctx.layer = layer
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.dtypes = x.dtype, weight.dtype
@@ -369,9 +372,9 @@ class _Linear(torch.autograd.Function):
         kept_weight = weight if needs_x and weight_columns[0] is None else None
         ctx.save_for_backward(kept, kept_weight, *of_columns, *weight_columns, factor)
         if of_rows[0] is None:
-            return x.to(ctx.low) @ weight.to(ctx.low).t()
+            return x.to(ctx.out_dtype) @ weight.to(ctx.out_dtype).t()
         rows, weights = layer.operand(of_rows, INPUT), layer.operand(of_weight, WEIGHT)
-        return scaled_mm(rows, weights, ctx.low, fast_accum=True)
+        return scaled_mm(rows, weights, ctx.out_dtype, fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -403,13 +406,13 @@ class _Linear(torch.autograd.Function):
                 of_weight = _scaled_alike(of_weight, of_grad.by_row)
                 grad_x = scaled_mm(of_grad.by_row, of_weight, x_dtype)
             elif needs_x:
-                grad_x = (grad.to(ctx.low) @ weight.to(ctx.low)).to(x_dtype)
+                grad_x = (grad.to(ctx.out_dtype) @ weight.to(ctx.out_dtype)).to(x_dtype)
             if quantizes_weight:
                 assert of_grad.by_column is not None
                 of_x = layer.operand(of_columns, INPUT)
                 grad_weight = scaled_mm(of_grad.by_column, of_x, weight_dtype)
             elif needs_weight:
-                grad_weight = (grad.to(ctx.low).t() @ x.to(ctx.low)).to(weight_dtype)
+                grad_weight = (grad.to(ctx.out_dtype).t() @ x.to(ctx.out_dtype)).to(weight_dtype)
         return grad_x, grad_weight, *[None] * 16
 
 
