@@ -94,7 +94,7 @@ class Block:
                 raise
             if watch is not None:
                 of_all = [each.gradients for each in attached]
-                self.with_gradients = [each for each in of_all if each.parameters.have_grads()]
+                self.with_gradients = [each for each in of_all if each.are_there()]
                 watch.block_is_left(is_complete=True)
             self.is_over = True
         finally:

@@ -215,6 +215,11 @@ class Gradients:
         self.parameters = parameters
         return parameters
 
+    def are_there(self) -> bool:
+        """Whether the parameters of the last look have a gradient for a step."""
+        stepped = self.parameters.stepped
+        return not host_lists.lists.have_grads(stepped, [None] * len(stepped))
+
     def _take_grads_of_models(self, event: str) -> None:
         """Add gradients of 16-bit parameters to those of masters, before torch 2.10.
 
@@ -277,7 +282,7 @@ class Gradients:
         if self.delayed is None:
             self.were_stepped = False
         is_checked = self.verdicts.found and not self._aside
-        if is_checked and not (parameters.have_grads() or have_grads(parameters.models)):
+        if is_checked and not (self.are_there() or have_grads(parameters.models)):
             self.verdicts.clear()  # the script has cleared the gradients that they are about
 
     def enter(self, block: OpenBlock) -> None:

@@ -143,7 +143,7 @@ class Misuse:
 
     def step_begins(self) -> tuple[Tensor, int, Tensor] | None:
         """Look at a step that is about to be taken; return what `step_has_ended` compares."""
-        compares = self._to_compare and self.attached.gradients.parameters.have_grads()
+        compares = self._to_compare and self.attached.gradients.are_there()
         if compares and not self.has_stepped:
             self.has_stepped = True
             self._warn_if_unscaled()
@@ -159,7 +159,7 @@ class Misuse:
         """
         name = type(self.attached.optimizer).__name__
         parameters = self.attached.gradients.parameters
-        have_any = parameters.have_grads() or have_grads(parameters.models)
+        have_any = self.attached.gradients.are_there() or have_grads(parameters.models)
         scales = any(not scaler.config.is_identity for scaler in self.attached.owner.scalers)
         if self.was_in_block and scales and not self._has_named_grad_scaler:
             self._has_named_grad_scaler = True
@@ -178,7 +178,7 @@ class Misuse:
 
     def closure_has_ended(self) -> None:
         """Look at a step with a closure that was taken."""
-        if not self.has_stepped and self.attached.gradients.parameters.have_grads():
+        if not self.has_stepped and self.attached.gradients.are_there():
             self.has_stepped, self._to_compare = True, 0
             self._warn_if_unscaled()
 

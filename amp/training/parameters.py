@@ -12,7 +12,6 @@ from torch import Tensor
 
 from amp.distributed import groups_of_meshes
 from amp.errors import AmpRuntimeError, first_few, warn
-from amp.kernels import host_lists
 from amp.kernels.tensor_lists import TensorList, are_plain, local
 from amp.masters.agreement import Pairs, called_by_shape
 from amp.masters.master_weights import MasterWeights
@@ -66,10 +65,6 @@ class Parameters:
     def ids(self) -> frozenset[int]:
         """The ids of all parameters, masters and the model's."""
         return frozenset(map(id, (*self.stepped, *self.models)))
-
-    def have_grads(self) -> bool:
-        """Whether there is a gradient for a step."""
-        return not host_lists.lists.have_grads(self.stepped, [None] * len(self.stepped))
 
 
 class ParameterNames:

@@ -96,7 +96,8 @@ class OptimizerStep:
             return False
         if getattr(self._optimizer, "state_dtype", None) is not None:
             return False  # its random bits go by the names of parameters, which a session tells it
-        return self._gradients.regroup().have_grads()
+        self._gradients.regroup()
+        return self._gradients.are_there()
 
     def _stepped(self, value: Any) -> Any:
         """Return the master of a parameter that a script passes to a step in the backward."""
@@ -126,7 +127,7 @@ class OptimizerStep:
         if not has_closure:  # else the gradients are still to be made
             if gradients.delayed is not None:
                 gradients.finish_delayed()
-            if misuse is not None or not gradients.parameters.have_grads():
+            if misuse is not None or not gradients.are_there():
                 attached.named.check_not_replaced()
             if misuse is not None:
                 before = misuse.step_begins()
