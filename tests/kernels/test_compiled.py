@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from amp.kernels import stepping, unscale
+from amp.kernels import moments, stepping, unscale
 from amp.kernels.language import INTERPRETED, STEP, tl, triton
 
 if triton is None or INTERPRETED:
@@ -71,8 +71,10 @@ def shortcomings(case: Case, target: str, found: Listing) -> list[str]:
         return amd_shortcomings(case, found.code)
     usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", found.usage))
     accesses = collections.Counter(re.findall(r"\b(LDG|STG)\.E\.(?:[A-Z_]+\.)*128\b", found.code))
-    is_packed = case.constants.get("MOMENTS") == 1 and case.constants["DTYPES"][2] == tl.int16
-    of_thread = (case.constants["BLOCK"] + int(STEP.value)) // (32 * WARPS) if is_packed else 0
+    packs = case.kernel is moments.pack_kernel
+    if case.constants.get("MOMENTS") == 1:
+        packs = case.constants["DTYPES"][2] == tl.int16
+    of_thread = (case.constants["BLOCK"] + int(STEP.value)) // (32 * WARPS) if packs else 0
     problems = roundings_that_torch_has_not(found.kernel.asm["ptx"], of_thread)
     allowed = {"STACK": MOST_SPILLED if case.kernel is stepping.step_kernel else 0, "LOCAL": 0}
     problems += [f"{name} {usage[name]}" for name, most in allowed.items() if int(usage[name]) > most]
