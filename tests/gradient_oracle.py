@@ -51,13 +51,13 @@ class Scale:
         if found:
             self.good, self.hysteresis = 0, max(self.hysteresis - 1, 0)
             if self.hysteresis == 0:
-                self.value = max(self.value * config.backoff_factor, config.floor)
+                self.value = min(self.value, max(self.value * config.backoff_factor, config.floor))
             return
         self.good += 1
         if config.consecutive_hysteresis:
             self.hysteresis = config.hysteresis
         if self.good >= config.growth_interval:
-            self.value = min(self.value * config.growth_factor, config.max)
+            self.value = max(self.value, min(self.value * config.growth_factor, config.max))
             self.good, self.hysteresis = 0, config.hysteresis
 
 

@@ -19,6 +19,7 @@ from amp.kernels.unscale import unscale
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.recorder import HostCopies
 from amp.training.scaler import LossScaler
+from tests.gradient_oracle import Scale
 from tests.levels import DYNAMIC
 from tests.models import LEVELS, initialize, linear, sgd
 
@@ -36,21 +37,13 @@ def drive(config: LossScaling, overflows: str) -> list[float]:
     return trace
 
 
-def simulate(c: LossScaling, overflows: str) -> list[float]:
-    """The same in plain Python, written from the description in apex, Megatron and DeepSpeed."""
-    scale, good, left, trace = c.start, 0, c.hysteresis, []
+def simulate(config: LossScaling, overflows: str) -> list[float]:
+    """The same in plain Python."""
+    scale, trace = Scale(config), []
     for symbol in overflows:
-        if symbol == "x":
-            good, left = 0, left - 1
-            if left <= 0:
-                scale = min(scale, max(scale * c.backoff_factor, c.floor))
-        else:
-            good += 1
-            if c.consecutive_hysteresis:
-                left = c.hysteresis
-            if good == c.growth_interval:
-                scale, good, left = max(scale, min(scale * c.growth_factor, c.max)), 0, c.hysteresis
-        trace.append(scale)
+        scale.found_inf = symbol == "x"
+        scale.update()
+        trace.append(scale.value)
     return trace
 
 
