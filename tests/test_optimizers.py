@@ -275,27 +275,6 @@ def test_lbfgs(level: str, loss_scale: Any) -> None:
     assert F.mse_loss(model(x).float(), target).item() < first / 50
 
 
-def test_an_overflow_in_a_closure_is_evaluated_again_at_a_lower_scale() -> None:
-    model = linear()
-    model, optimizer = initialize(model, sgd(model), "O2")
-    scales = []
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 4)).sum()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            (scaled_loss * (math.inf if len(scales) < 3 else 1.0)).backward()
-        scales.append(amp.loss_scale())
-        return loss
-
-    before = model.weight.detach().clone()
-    optimizer.step(closure)
-    assert scales == [512.0, 256.0, 128.0, 128.0]
-    assert torch.isfinite(model.weight).all()
-    assert not torch.equal(model.weight, before)
-    assert amp.step_was_skipped(optimizer) is False
-
-
 def test_a_closure_that_always_overflows_is_an_error() -> None:
     model = linear()
     model, optimizer = initialize(model, sgd(model), "O2", verbosity=0)
@@ -378,24 +357,6 @@ def test_one_optimizer_over_several_models(level: str) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] * 0.9
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_two_optimizers_that_share_a_parameter(level: str) -> None:
-    """As without amp: both see one unscaled gradient, and both of their updates count."""
-    model = linear()
-    start = model.weight.detach().clone()
-    a = torch.optim.SGD([model.weight], lr=0.5)
-    b = torch.optim.SGD([model.weight, model.bias], lr=0.25)
-    model, (a, b) = initialize(model, [a, b], level)
-    for optimizer in (a, b):
-        optimizer.zero_grad()
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), [a, b]) as scaled_loss:
-        scaled_loss.backward()
-    assert (next(amp.master_params(a)).grad == 1).all()
-    a.step()
-    b.step()
-    torch.testing.assert_close(model.state_dict()["weight"], start - 0.75, rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -432,19 +432,6 @@ def test_a_bad_batch_does_not_reach_the_weights(caplog: pytest.LogCaptureFixture
             caplog.clear()
 
 
-@pytest.mark.parametrize("level", ["O0", "O3", "O4", "O5"])
-@pytest.mark.parametrize("scale", [1, 64])
-def test_check_true_checks_any_static_scale(level: str, scale: int) -> None:
-    model = linear()
-    scaling = {"mode": "static", "init": scale, "check": True}
-    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, loss_scale=scaling)
-    overflow(model, optimizer)
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
-    assert torch.isfinite(model.weight).all()
-    assert amp.loss_scale() == scale
-
-
 @pytest.mark.parametrize("scaling", [1.0, {"mode": "static", "init": 1, "check": False}])
 def test_a_number_or_check_false_checks_nothing(scaling: Any) -> None:
     model = linear()
@@ -452,22 +439,6 @@ def test_a_number_or_check_false_checks_nothing(scaling: Any) -> None:
     overflow(model, optimizer)
     optimizer.step()
     assert not torch.isfinite(model.weight).all()
-
-
-def test_accumulated_overflows_skip_too_and_zero_grad_forgets_them() -> None:
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O4", verbosity=0)
-    for factor in (1.0, math.inf, 1.0):
-        with amp.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer) as scaled_loss:
-            scaled_loss.backward()
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
-    overflow(model, optimizer)
-    optimizer.zero_grad()
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    assert not amp.step_was_skipped(optimizer)
 
 
 def test_endless_overflows_without_a_scale_warn() -> None:
