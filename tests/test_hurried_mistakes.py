@@ -485,10 +485,11 @@ for _ in range(steps):
             "reamp: nothing was watched: training ended after 5 steps, before step 9",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "doctor train.py --at 1,9 -- --steps 5",
             "1",
             "no GradScaler, 5 steps; training ended before step 9\n",
+            marks=pytest.mark.slow,
         ),
         (
             "doctor train.py --opt-level O4 -- --steps 5",

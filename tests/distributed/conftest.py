@@ -24,7 +24,7 @@ def is_long(params: dict[str, Any]) -> bool:
     there, here = params.get("there"), params.get("here")
     if isinstance(there, tuple) and isinstance(here, tuple):  # another number of ranks
         return level != "O5" or 4 in (there[1], here[1])
-    if SIZES.get(str(wrap)) == 4 or params.get("size") == 4:
+    if 4 in (SIZES.get(str(wrap)), params.get("size"), params.get("ranks")):
         return True
     if wrap in LEVELS_OF and params.get("optimizer") in ("adamw", "sgd"):
         return True
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
         params = item.callspec.params if hasattr(item, "callspec") else {}
         if item.path.parent == Path(__file__).parent:
             item.add_marker(pytest.mark.xdist_group("distributed"))
-            if is_long(params):
+            if is_long(params) or getattr(item.function, "size", None) == 4:
                 item.add_marker(pytest.mark.slow)
             if is_left_out(params):
                 left_out.add(item)

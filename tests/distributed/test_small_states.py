@@ -176,6 +176,7 @@ def test_every_mesh_has_the_bits_of_one_process(wrap: str, ranks: int, kind: str
     world(ranks).run(check_same_bits, wrap, kind)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_goes_on_bit_for_bit_on_two(tmp_path: Path) -> None:
     world(4).run(check_saves, str(tmp_path))
     world(2).run(check_loads, str(tmp_path))

@@ -138,9 +138,8 @@ def ranks(size: int | Mapping[str, int]) -> Callable[[Callable[..., Any]], Calla
 
         for name in ("__name__", "__qualname__", "__module__", "__doc__"):
             setattr(test, name, getattr(check, name))
-        vars(test).update(
-            vars(check), __signature__=signature.replace(parameters=parameters), on_rank=check
-        )
+        of_pytest = {"__signature__": signature.replace(parameters=parameters)}
+        vars(test).update(vars(check), **of_pytest, on_rank=check, size=size)
         return test
 
     return decorate
