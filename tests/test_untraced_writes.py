@@ -354,6 +354,11 @@ def in_a_state_dict(t: Training) -> list[Tensor]:
     return t.state
 
 
+def after_a_load(t: Training) -> list[Tensor]:
+    t.optimizer.load_state_dict(t.optimizer.state_dict())
+    return t.state
+
+
 def in_a_deep_copy(t: Training) -> list[Tensor]:
     return list(copy.deepcopy(t.model).parameters())
 
@@ -382,7 +387,13 @@ def in_masters_beside_gradients(t: Training) -> list[Tensor]:
 
 
 PLACES = (
-    *(in_the_next_step, in_a_step_whose_block_was_before, in_a_state_dict, in_a_deep_copy),
+    *(
+        in_the_next_step,
+        in_a_step_whose_block_was_before,
+        in_a_state_dict,
+        after_a_load,
+        in_a_deep_copy,
+    ),
     *(in_an_average, in_an_average_that_moves, after_close, in_masters_beside_gradients),
 )
 
