@@ -455,7 +455,7 @@ def test_a_load_without_memory_says_so(level: str, optimizer: str) -> None:
     opt.load_state_dict(state)
 
 
-@pytest.mark.parametrize("words", ["levels", "env"])
+@pytest.mark.parametrize("words", [pytest.param("levels", marks=pytest.mark.slow), "env"])
 def test_a_command_without_stdout_ends_well(words: str) -> None:
     command = f"{sys.executable} -m amp {words} >&-"
     ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)

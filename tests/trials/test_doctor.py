@@ -137,7 +137,7 @@ def test_a_model_as_a_whole_has_no_rule() -> None:
     [
         ("O2", {"norm": SquaringNorm(), "lift": 800.0}, "absorbed range", ("blocks.1.norm",)),
         ("O3", {"norm": EpsNorm(), "lift": 0.0}, "eps", ("blocks.1.norm",)),
-        ("O1", {"head": "bias"}, "range", ("head.proj",)),
+        pytest.param("O1", {"head": "bias"}, "range", ("head.proj",), marks=pytest.mark.slow),
     ],
 )
 def test_the_yaml_cures_a_run_that_has_it(
@@ -152,7 +152,7 @@ def test_the_yaml_cures_a_run_that_has_it(
     assert prescribed(str(profile), **options).report.is_healthy
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_a_lower_scale(level: str) -> None:
     found = prescribed(level, loss=lambda y: y.float().square().sum())
     assert found.report.cause == "loss scale"
@@ -164,7 +164,9 @@ def test_a_lower_scale(level: str) -> None:
     assert prescribed(level, loss=lambda y: y.float().square().sum(), overrides=again).report.is_healthy
 
 
-@pytest.mark.parametrize(("level", "better"), [("O1", "O4"), ("O2", "O5")])
+@pytest.mark.parametrize(
+    ("level", "better"), [pytest.param("O1", "O4", marks=pytest.mark.slow), ("O2", "O5")]
+)
 def test_another_level(level: str, better: str) -> None:
     found = prescribed(level, loss=lambda y: 3e6 * mean_square(y))
     assert found.report.cause in ("range", "loss scale")
@@ -205,7 +207,10 @@ class Noisy(nn.Module):
 
 @pytest.mark.parametrize(
     ("level", "optimizer", "gain"),
-    covering(["O1", "O2", "O5", "O7"], list(OPTIMIZERS), [1.0, 500.0], strength=1),
+    [
+        *covering(["O1", "O2", "O5"], list(OPTIMIZERS), [1.0, 500.0], strength=1),
+        pytest.param("O7", "SGD", 500.0, marks=pytest.mark.slow),
+    ],
 )
 def test_nothing_is_changed(level: str, optimizer: str, gain: float) -> None:
     """A run with a doctor's visit ends with the bits of one without."""
