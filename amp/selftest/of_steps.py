@@ -336,6 +336,10 @@ def _rounds(device: torch.device) -> None:
         _assert_rounded(moment.cpu().double(), value, 2.0**-7, "a moment")
 
 
+OFF_GRID = GROUP | {"betas": (0.93, 0.99)}
+"""So that no packed word has the first ratio of the moments."""
+
+
 def _one_step(
     device: torch.device, values: Tensor, grads: Tensor, origin: Origin, backend_of: str | None
 ) -> list[Tensor]:
@@ -344,7 +348,7 @@ def _one_step(
     weights, lows, words = *halves, torch.zeros_like(halves[0], dtype=torch.int16)
     tensors = [tensor.to(device) for tensor in (weights, lows, words)]
     stepping.step(
-        *(adam.ADAMW, adam.ADAMW.numbers(GROUP), tensors[:1], [grads.to(device)], [tensors[2:]]),
+        *(adam.ADAMW, adam.ADAMW.numbers(OFF_GRID), tensors[:1], [grads.to(device)], [tensors[2:]]),
         [torch.zeros((), device=device)],
         lows=tensors[1:2],
         origins=[origin],
@@ -363,7 +367,7 @@ def _rounds_small_states(device: torch.device) -> None:
     n, g = 66_001, 0.3
     values, grads = torch.ones(n), torch.full((n,), g)
     one, moments = values[:1].clone(), [[torch.zeros(1)], [torch.zeros(1)]]
-    numbers = adam.ADAMW.numbers(GROUP)
+    numbers = adam.ADAMW.numbers(OFF_GRID)
     of_one = adam.ADAMW, numbers, [one], [grads[:1]], moments, [torch.zeros(())]
     stepping.step(*of_one, backend="reference")
     for backend_of in BACKENDS:
@@ -371,7 +375,7 @@ def _rounds_small_states(device: torch.device) -> None:
         first, second = (moment.double() for moment in stochastic_rounding.unpack(words.int()))
         master = split.decode(weights, lows).double()
         _assert_rounded(second.sqrt(), 0.1 * g, 2.0**-3, "the root of a second moment")
-        _assert_mean(first, 0.1 * g, "a first moment")
+        _assert_mean(first, 0.07 * g, "a first moment")
         _assert_rounded(master, float(one), 2.0**-15, "a master")
         of_both = torch.corrcoef(torch.stack([second, master]))[0, 1].abs() * n**0.5
         assert of_both < 4, "moments and masters are rounded up together"
