@@ -20,9 +20,7 @@ CPU; this module refuses the others on every device. Native products of rows are
 and then cast, but for sm_90 with CUDA 12.9. Where scales are powers of 2, the emulation on a CPU equals
 torch's `_scaled_mm` without AMX bit for bit; where those of blocks are not, strips of 128 columns are
 summed first and then scaled. bfloat16 holds FP8 values exactly, and those of FP4 times an E4M3 scale,
-so on CUDA the emulation multiplies in bfloat16, from torch 2.8 on; before, and on ROCm, in float32. On
-a CPU with instructions for bfloat16 products of FP4 are multiplied in it where that is the result's
-dtype; they are rounded to it once more, before they are multiplied by the scales of tensors.
+so on CUDA the emulation multiplies in bfloat16, from torch 2.8 on; before, and on ROCm, in float32.
 """
 
 from __future__ import annotations
@@ -54,10 +52,6 @@ HAS_SCALED_MM = hasattr(functional, "scaled_mm")
 """Whether torch multiplies matrices whose scales need a layout, as from 2.10 on."""
 HAS_MM_DTYPE = "dtype" in torch.ops.aten.mm.overloads()
 """Whether torch multiplies 16-bit matrices into FP32, as from 2.8 on."""
-
-_INSTRUCTIONS = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
-CPU_MULTIPLIES_BFLOAT16 = any(getattr(torch.cpu, name, bool)() for name in _INSTRUCTIONS)
-"""Whether the CPU has instructions for products in bfloat16."""
 
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -229,13 +223,10 @@ def emulated(a: Operand, b: Operand, out_dtype: torch.dtype) -> Tensor:
     if a.granularity in ("tensor", "row"):
         inverse_b = b.inverse if b.granularity == "tensor" else b.inverse.t()
         return _mm(a.values, b.values).mul_(a.inverse * inverse_b).to(out_dtype)
-    on_cpu = CPU_MULTIPLIES_BFLOAT16 and a.values.device.type == "cpu"
-    is_low = on_cpu and a.is_fp4 and out_dtype is torch.bfloat16
-    multiply = _mm_in_bfloat16 if is_low else _mm
     if a.outer is not None and b.outer is not None:
-        return multiply(values_of(a), values_of(b)).mul_(a.outer * b.outer).to(out_dtype)
+        return _mm(values_of(a), values_of(b)).mul_(a.outer * b.outer).to(out_dtype)
     if a.power_of_2 and b.power_of_2:
-        return multiply(values_of(a), values_of(b)).to(out_dtype)
+        return _mm(values_of(a), values_of(b)).to(out_dtype)
     return _sum_of_strips(a, b).to(out_dtype)
 
 
@@ -246,11 +237,6 @@ def _mm(a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(low_a, low_b.t(), out_dtype=torch.float32)
     a, b = (decoded(each.contiguous()) for each in (a, b))
     return a @ b.t()  # TF32 holds bfloat16 exactly, if the user allows it
-
-
-def _mm_in_bfloat16(a: Tensor, b: Tensor) -> Tensor:
-    """Return a times the transpose of b, both exact in bfloat16, rounded to it; sums are FP32."""
-    return a.to(torch.bfloat16) @ b.to(torch.bfloat16).t()
 
 
 def _sum_of_strips(a: Operand, b: Operand) -> Tensor:

@@ -99,37 +99,6 @@ def test_sm_100_gets_squares_and_strips_as_1x32() -> None:
     assert torch.equal(emulated(fine[0], fine[1], torch.float32), emulated(a, b, torch.float32))
 
 
-@pytest.mark.parametrize("by", ["1x16", "1x32"])
-def test_fp4_in_bfloat16_is_rounded_once_more_at_most(
-    by: Fp4Granularity, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a CPU with instructions for it: only where that is the result's dtype, and never in FP8."""
-    torch.manual_seed(0)
-    a, b = (quantize_fp4(torch.randn(n, 384), by, by_column=False).by_row for n in (17, 256))
-    assert a is not None
-    assert b is not None
-    eights = operand(17, 384, "1x32"), operand(256, 384, "1x32")
-    found: list[list[Tensor]] = []
-    for has_instructions in (False, True):
-        monkeypatch.setattr(module, "CPU_MULTIPLIES_BFLOAT16", has_instructions)
-        found.append([emulated(a, b, dtype) for dtype in (torch.float32, torch.bfloat16)])
-        found[-1].append(emulated(*eights, torch.bfloat16))
-    (wide, low, of_eights), (same, lower, same_eights) = found
-    assert torch.equal(same, wide)
-    assert torch.equal(same_eights, of_eights)
-    torch.testing.assert_close(lower, low, rtol=2.0**-7, atol=1e-4)
-    half_units = 2 if by == "1x16" else 1  # powers of 2 round nothing
-    off = (lower.float() - wide).abs() / wide.abs().clamp(min=1.0)
-    assert float(off.max()) <= half_units * 2.0**-8
-
-
-@pytest.mark.skipif(module.CPU_MULTIPLIES_BFLOAT16, reason="has instructions")
-def test_a_cpu_without_instructions_for_bfloat16_multiplies_fp4_in_float32() -> None:
-    a = quantize_fp4(torch.randn(32, 64), by_column=False).by_row
-    assert a is not None
-    assert torch.equal(emulated(a, a, torch.bfloat16), emulated(a, a, torch.float32).bfloat16())
-
-
 def test_cublas_gets_scales_with_the_outer_dimension_first() -> None:
     a, b = operand(17, 384, "1x128"), operand(256, 384, "128x128")
     assert module._laid_out(a)[1].shape == (17, 3)
