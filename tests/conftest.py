@@ -89,6 +89,7 @@ def _changed(before: list[dict[str, object]], after: list[dict[str, object]]) ->
 
 MANY = 4
 LONG = (
+    *("test_threads.py", "test_benchmarks.py", "test_selftest.py", "test_moved_memory.py"),
     *("test_every_op.py", "test_examples.py", "test_injecting.py", "test_interpreter.py"),
     *("test_never_breaks.py", "test_odd_starts.py", "test_compiled.py", "test_distributed.py"),
 )

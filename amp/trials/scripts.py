@@ -198,9 +198,9 @@ _PATIENCE = timedelta(seconds=60)
 
 def wait_for_ranks() -> None:
     """Wait until all ranks of this job of torchrun have come here, or for a minute."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return  # no other process keeps the store
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or not port:
+        return  # no other process keeps the store, or nobody knows where it is
     size, run = int(os.environ["WORLD_SIZE"]), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     with contextlib.suppress(RuntimeError, ValueError):  # a rank is gone, or the store is
         distributed: Any = torch.distributed  # without a store where torch was built without it

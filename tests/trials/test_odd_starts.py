@@ -136,8 +136,8 @@ def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
 def test_all_ranks_of_torchrun_print_before_one_ends_the_others(tmp_path: Path) -> None:
     late = "time.sleep(10 * (os.environ['RANK'] == '1'))"
     (tmp_path / "train.py").write_text(f"{TRAIN}\n{late}\nmain(float('inf'))\n")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    command = [*torchrun, "--master-port", "0", "-m", "amp", "doctor", "train.py"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "amp", "doctor", "train.py"]
     found = run(command, tmp_path)
     assert found.returncode == 1
     assert found.stdout.count("argument 'input' is not finite") == 2
