@@ -34,10 +34,8 @@ from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
 from amp.kernels.tensor_lists import TensorList, dense, has_own_values
 
-_TAKEN = FLOATS | {
-    torch.int8,
-    torch.int16,
-}  # low halves and moments
+_TAKEN = FLOATS | {torch.int8, torch.int16}
+"""The dtypes that kernels take; the last two are of low halves and packed moments."""
 _CACHE_SIZE = 64
 _uploaded_in_graphs: list[Tensor] = []
 """Pinned tables that the replays of CUDA graphs upload again."""

@@ -451,6 +451,6 @@ def _merges_in_cpp(device: torch.device) -> None:
             for model in run.models:
                 model.view(-1)[3::5] = -100.0
             master_copy.merge(run.models, run.params, backend=backend_of)
-            master_copy.round_back(run.models, run.params)
+            master_copy.round_back(run.params, run.models)
         found.append(run.tensors)
     assert_same_bits(found[0], found[1], "what steps and merges have written")
