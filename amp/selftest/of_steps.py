@@ -451,6 +451,11 @@ def _merges_in_cpp(device: torch.device) -> None:
             for model in run.models:
                 model.view(-1)[3::5] = -100.0
             master_copy.merge(run.models, run.params, backend=backend_of)
+            for master in run.params:
+                master.mul_(1.1)
+            both = zip(run.params, run.models, strict=True)
+            rounded = [master.to(model.dtype) for master, model in both]
             master_copy.round_back(run.params, run.models)
+        assert_same_bits(run.models, rounded, "weights, not rounded masters")
         found.append(run.tensors)
     assert_same_bits(found[0], found[1], "what steps and merges have written")
