@@ -57,11 +57,9 @@ _NEGATIVE = constant(sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0))
 
 def run(x: Tensor, wanted: QuantizeFp4Arguments) -> Quantized:
     """Do `quantize_fp4` for a matrix that `quantize_tiles.take` allows."""
-    rows, columns = x.shape
     granularity, hadamard = wanted.granularity, wanted.hadamard and wanted.by_column
-    padded = columns_of(rows, granularity)
-    of_rows = _new_operand(x, granularity, rows, columns) if wanted.by_row else None
-    of_columns = _new_operand(x, granularity, columns, padded) if wanted.by_column else None
+    padded = columns_of(x.shape[0], granularity)
+    of_rows, of_columns = new_operands(x, wanted)
     row_amax = column_amax = None
     if granularity != "1x32":
         if hadamard:
@@ -96,6 +94,16 @@ def _launch(kernel: Any, x: Tensor, padded: int, **more: Any) -> None:
     what = {"x": x, "M": x.shape[0], "K": x.shape[1], **SIZES, **more}
     arguments = {name: what[name] for name in kernel.arg_names}
     launch(kernel, tiles, x.device, of_warps(WARPS), REGISTERS, **arguments)
+
+
+def new_operands(x: Tensor, wanted: QuantizeFp4Arguments) -> tuple[Operand | None, Operand | None]:
+    """Return memory for a matrix and its transpose, as far as they are wanted."""
+    (rows, columns), granularity = x.shape, wanted.granularity
+    padded = columns_of(rows, granularity)
+    return (
+        _new_operand(x, granularity, rows, columns) if wanted.by_row else None,
+        _new_operand(x, granularity, columns, padded) if wanted.by_column else None,
+    )
 
 
 def _new_operand(x: Tensor, granularity: Fp4Granularity, rows: int, columns: int) -> Operand:

@@ -32,7 +32,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from amp.kernels import quantize_tiles
+from amp.kernels import quantize_operators, quantize_tiles
 from amp.kernels.fp8 import (
     DTYPES,
     MULTIPLE,
@@ -100,6 +100,8 @@ def quantize(
     wanted = QuantizeArguments(dtype, granularity, *options)
     if quantize_tiles.take(x, backend):
         return quantize_tiles.run(x, wanted)
+    if part is None and quantize_operators.take(x, granularity, backend):
+        return quantize_operators.quantize(x, wanted)
     return _reference(x, wanted)
 
 

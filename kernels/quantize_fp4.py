@@ -39,7 +39,7 @@ from typing import get_args
 
 from torch import Tensor
 
-from amp.kernels import fp4_tiles, quantize_tiles
+from amp.kernels import fp4_tiles, quantize_operators, quantize_tiles
 from amp.kernels.fp4 import QuantizeFp4Arguments, quantize_reference
 from amp.kernels.fp8 import Fp4Granularity, Quantized
 from amp.kernels.interrupts import without_grad
@@ -82,4 +82,6 @@ def quantize_fp4(
     wanted = QuantizeFp4Arguments(granularity, by_row, by_column, hadamard, draw, backend)
     if quantize_tiles.take(x, backend):
         return fp4_tiles.run(x, wanted)
+    if quantize_operators.take(x, granularity, backend):
+        return quantize_operators.quantize_fp4(x, wanted)
     return quantize_reference(x, wanted)

@@ -102,16 +102,14 @@ def run(x: Tensor, wanted: QuantizeArguments) -> Quantized:
         return _run_by_tensor(x, wanted)
     rows, columns = x.shape
     granularity, dtype, part = wanted.granularity, wanted.dtype, wanted.part
-    padded = columns_of(rows, granularity)
-    by_row = _new_operand(x, wanted, rows, columns) if wanted.by_row else None
-    by_column = _new_operand(x, wanted, columns, padded) if wanted.by_column else None
+    by_row, by_column = new_operands(x, wanted)
     what = {
         "x": x,
         "by_row": None if by_row is None else by_row.values.view(torch.uint8),
         "by_column": None if by_column is None else by_column.values.view(torch.uint8),
         "M": rows,
         "K": columns,
-        "PADDED": padded,
+        "PADDED": columns_of(rows, granularity),
         "E4M3": dtype is torch.float8_e4m3fn,
         "POW2": wanted.power_of_2,
         "BY_BITS": rounds_by_bits(x),
@@ -130,6 +128,16 @@ def run(x: Tensor, wanted: QuantizeArguments) -> Quantized:
         of_groups = {"AGAIN": again, "G": MULTIPLE[granularity], "E8M0": granularity == "1x32"}
         _launch_tiles(groups_kernel, what, granularity, **scales, **of_groups)
     return Quantized(by_row, by_column)
+
+
+def new_operands(x: Tensor, wanted: QuantizeArguments) -> tuple[Operand | None, Operand | None]:
+    """Return memory for a matrix and its transpose, as far as they are wanted."""
+    rows, columns = x.shape
+    padded = columns_of(rows, wanted.granularity)
+    return (
+        _new_operand(x, wanted, rows, columns) if wanted.by_row else None,
+        _new_operand(x, wanted, columns, padded) if wanted.by_column else None,
+    )
 
 
 def _new_operand(x: Tensor, wanted: QuantizeArguments, rows: int, columns: int) -> Operand:
@@ -510,14 +518,14 @@ def tensor_kernel(
     tile = load_tile(x, m, k, M, K, TM, TK)
     scale = tl.load(factor)
     if scratch is not None:
-        scale = tl.where(scale > 0.0, scale, 1.0)
+        scale = tl.where(scale <= 0.0, 1.0, scale)  # NaN stays, as for a tensor that is not finite
         raise_amax(scratch, magnitude(tile))
     store_scaled(tile, scale, by_row, by_column, m, k, M, K, PADDED, E4M3, BY_BITS)
     if scratch is not None:
         if is_last(scratch):
             found = amax_found(scratch)
             right = settle(found, factor, used, inverse, seen, divisor, IS_GUESS, E4M3, POW2)
-            if right != scale:  # or NaN
+            if (right != scale) & ((right == right) | (scale == scale)):  # and not both NaN
                 store_again(x, right, by_row, by_column, M, K, PADDED, E4M3, BY_BITS, TK)
 
 

@@ -170,9 +170,13 @@ def _rocm_name(device: torch.device) -> str:
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def way_of(device: torch.device, a: AnyGranularity, b: AnyGranularity, is_fp4: bool = False) -> str:
     """Return how products are computed on a device: `native`, `as 1x32`, `emulated`."""
+    return _way_of(device, a, b, is_fp4)
+
+
+@functools.cache  # of a function of its own: Dynamo warns of a cache that it is not to look into
+def _way_of(device: torch.device, a: AnyGranularity, b: AnyGranularity, is_fp4: bool) -> str:
     if device.type != "cuda" or not (HAS_SCALED_MM or a in ("tensor", "row")):
         return "emulated"
     if is_fp4 and a == "1x32":  # torch multiplies these with a library that its wheels do not have
@@ -203,12 +207,16 @@ def _cuda() -> tuple[int, ...]:
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def dtype_of_rows(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a device multiplies matrices with scales for rows natively.
 
     Only cuBLAS has others than bfloat16 in all releases of torch, and only on sm_90 from CUDA 12.9 on.
     """
+    return _dtype_of_rows(device, out_dtype)
+
+
+@functools.cache
+def _dtype_of_rows(device: torch.device, out_dtype: torch.dtype) -> torch.dtype:
     if torch.version.hip is not None:
         return torch.bfloat16
     is_hopper = torch.cuda.get_device_capability(device)[0] == 9

@@ -34,7 +34,15 @@ from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from amp.casting.regions import disable_casts
 from amp.distributed import is_sharded
 from amp.errors import AmpRuntimeError, warn
-from amp.kernels.fp8 import AnyGranularity, Fp4Granularity, Granularity, Operand, Quantized
+from amp.kernels.fp8 import (
+    AnyGranularity,
+    Fp4Granularity,
+    Granularity,
+    Operand,
+    Quantized,
+    amax_of,
+    factor_of,
+)
 from amp.kernels.launch_plans import stream_of
 from amp.kernels.philox import Draw
 from amp.kernels.quantize import quantize
@@ -169,36 +177,43 @@ class Layer(NamedTuple):
                 hadamard=bool(self.recipe.hadamard) and entry != WEIGHT,
                 draw=self._draw(x.device) if entry == GRADIENT else None,
             )
+        part = seen = guess = None
         if self.split is not None:
             x = fp8_shards.waited(x)
-        is_agreed = factor is not None  # else ranks with parts of one tensor agree on its amax first
-        if not is_agreed and self.history is not None:
-            is_agreed = not (self.history.is_new and self.history.recipe.reduce_amax)
-        part = None if self.split is None or is_agreed else self.split.part(entry)
-        seen = guess = None
-        is_known = factor is not None
+            # Else ranks with parts of one tensor agree on its amax first.
+            is_agreed = factor is not None
+            if not is_agreed and self.history is not None:
+                is_agreed = not (self.history.is_new and self.history.recipe.reduce_amax)
+            part = None if is_agreed else self.split.part(entry)
+        is_compiling, is_known = torch.compiler.is_compiling(), factor is not None
+        dtype = FORMATS[self.recipe.format or "hybrid"][entry]
+        power_of_2 = bool(self.recipe.power_of_2_scales)
         if self.history is not None and factor is None:
             factor, seen = self.history.factor_and_seen(self.number, entry, x.device)
-            is_known = not self.history.is_new
+            is_known = is_compiling or not self.history.is_new  # compiled code has one graph for both
+        elif is_compiling and granularity == "tensor" and entry != WEIGHT and not (is_known or part):
+            # Inductor finds the amax where it computes x. Weights it would read once more.
+            factor = factor_of(amax_of(x, granularity).reshape(()), dtype, power_of_2)
+            is_known = True
         last = self.guess if entry == WEIGHT and factor is None and part is None else None
         stream = None
-        if last is not None and not torch.compiler.is_compiling():
+        if last is not None and not is_compiling:
             stream = stream_of(x.device)
             guess = last.on(x.device, stream)
         result = quantize(
             x,
-            FORMATS[self.recipe.format or "hybrid"][entry],
+            dtype,
             cast(Granularity, granularity),
             by_row=by_row,
             by_column=by_column,
-            power_of_2=bool(self.recipe.power_of_2_scales),
+            power_of_2=power_of_2,
             factor=factor,
             is_known=is_known,
             guess=guess,
             seen=seen if sees else None,
             part=part,
         )
-        if last is not None and not torch.compiler.is_compiling():
+        if last is not None and not is_compiling:
             last.keep(result.factor, x.device, stream)
         return result
 

@@ -20,7 +20,7 @@ TESTS = Path(__file__).parents[1]
 FILES = {
     "operations": {
         "kernels/test_fp4_tiles.py": 25,
-        "kernels/test_fp8_layer.py": 4,
+        "kernels/test_fp8_layer.py": 12,
         "kernels/test_merge.py": 25,
         "kernels/test_moments.py": 6,
         "kernels/test_operations.py": 100,

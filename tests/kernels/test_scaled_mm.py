@@ -147,7 +147,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     capability, cuda = GPUS[request.param]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    cached = module.way_of, module.dtype_of_rows
+    cached = module._way_of, module._dtype_of_rows
     for function in cached:
         function.cache_clear()
     yield request.param
