@@ -104,6 +104,55 @@ def test_kept_weights_change_no_bit(recipe: str) -> None:
     assert saved[1] == saved[0] + 3
 
 
+@pytest.mark.parametrize("recipe", [x for x in RECIPE_NAMES if x not in ("delayed", "rowwise_gw_hp")])
+def test_weights_kept_for_a_step_change_no_bit(recipe: str) -> None:
+    """Nor does an evaluation on averaged weights, which scripts copy in through `.data`."""
+    found = []
+    for keep in (False, "step"):
+        model, optimizer = initialize(net(), "O5", {"recipe": recipe, "keep_weights": keep})
+        data = batches()
+        for _ in range(3):
+            for part in range(2):
+                x, y = next(data)
+                with amp.scale_loss(nn.functional.cross_entropy(model(x), y), optimizer) as loss:
+                    loss.backward()
+                kept = [p.detach().clone() for p in model.parameters()]
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.data.mul_(0.5)
+                    found.append([model(x)])
+                    for parameter, own in zip(model.parameters(), kept, strict=True):
+                        parameter.data.copy_(own)
+                if part == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        found.append(weights(model))
+        amp.get_session().close()
+    for one, other in zip(found[:7], found[7:], strict=True):
+        assert_same(one, other)
+
+
+class Growing(nn.Module):
+    """Returns another weight each time, as spectral norm does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight * self.calls
+
+
+def test_a_weight_that_is_computed_is_not_kept_for_a_step() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    nn.utils.parametrize.register_parametrization(layer, "weight", growing := Growing())
+    initialize(layer, "O5", {"recipe": "current", "keep_weights": "step", "skip": []})
+    x, growing.calls = torch.randn(16, WIDTH, requires_grad=True), 0
+    sizes = [(layer(x) - layer.bias).norm().item() for _ in range(4)]
+    assert sizes == pytest.approx([sizes[0] * i for i in (1, 2, 3, 4)], rel=0.05)
+
+
 def in_fp8(x: Tensor, dtype: torch.dtype = E4M3) -> Tensor:
     """What a matrix with one scale stands for."""
     by_row = quantize(x.detach(), dtype, by_column=False).by_row

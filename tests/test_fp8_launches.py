@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import amp
 from amp.casting import fp8_linear
 from amp.kernels import fp4_tiles, language, quantize_tiles, scaled_mm
 from amp.kernels.language import INTERPRETED, triton
@@ -96,6 +97,43 @@ def test_current_takes_eight_kernels_where_weights_are_kept(started: list[str]) 
     forward_and_backward(layer, started)
     found = forward_and_backward(layer, started)
     assert found == [*BOTH, *ONCE, *PRODUCT, *BOTH, *PRODUCT, *PRODUCT]
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "nvfp4"])
+def test_weights_are_quantized_once_for_the_micro_batches_of_a_step(
+    recipe: str, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scaled_mm, "way_of", lambda *_: "emulated")
+    model = nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 32))
+    model, optimizer = initialize(model, "O5", {"recipe": recipe, "keep_weights": "step"})
+    layer = model[0]
+
+    def micro_batch() -> int:
+        x = torch.ones(128, 128, dtype=torch.bfloat16, requires_grad=True)
+        started.clear()
+        with Listing(started), amp.scale_loss(layer(x).float().sum(), optimizer) as loss:
+            loss.backward()
+        return len([name for name in started if name.endswith("_kernel")])
+
+    micro_batch()
+    first, *others = [micro_batch() for _ in range(3)]
+    assert others == [first] * 2  # the weight is that of the call before
+    optimizer.step()
+    after_a_step = micro_batch()
+    assert after_a_step > first
+    with torch.no_grad():
+        layer(torch.ones(128, 128))  # uses nothing that was kept, and leaves it
+    assert micro_batch() == first
+    writes: list[Callable[[], object]] = [
+        lambda: layer.weight.detach().mul_(2.0),
+        lambda: setattr(layer.weight, "data", layer.weight.data.clone()),
+        lambda: setattr(layer, "weight", nn.Parameter(layer.weight.detach().clone())),
+        lambda: layer.load_state_dict(layer.state_dict()),
+    ]
+    for write in writes:
+        write()
+        assert micro_batch() == after_a_step
+        assert micro_batch() == first
 
 
 def test_scales_that_are_no_powers_of_2_take_ten_kernels(started: list[str]) -> None:

@@ -605,6 +605,7 @@ def test_fp8_can_be_switched_off(value: Any) -> None:
             ValueError,
             "has other scales",
         ),
+        ("O4", {"recipe": "delayed", "keep_weights": "step"}, ValueError, "take keep_weights: True"),
         ("O4", {"all_gather": True, "keep_weights": True}, ValueError, "FSDP2 frees a gathered weight"),
         ("O4", {"eval": "high", "all_gather": True}, ValueError, "all_gather: True and eval: high"),
     ],

@@ -10,9 +10,9 @@ itself, which the backward quantizes again: a copy would take more memory, and k
 recipe may keep that copy, the weight by column, instead.
 
 The scale of a whole weight changes rarely. So with `current` each forward tries the factor of the last
-one: quantization finds the weight's own amax, too, and does not rely on it. Quantized weights are not
-kept from one forward to the next, although micro-batches have the same ones: a script may write them in
-ways that torch does not count.
+one: quantization finds the weight's own amax, too, and does not rely on it. Micro-batches of a step
+have the same weights. They are quantized for each all the same, unless `keep_weights: step` asks for
+once: a script may write to them in ways that torch does not count.
 
 Gradients have the dtype of their input or weight. The bias is added to the product. A recipe may keep
 each product in half precision; in FP4 also that of the output, for the last steps of a training.
@@ -20,6 +20,7 @@ each product in half precision; in FP4 also that of the output, for the last ste
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -78,6 +79,23 @@ class LastFactor:
             self._last = factor, (device, stream)
 
 
+class KeptWeight:
+    """A module's weight in FP8 or FP4, for the other forwards of a step."""
+
+    def __init__(self) -> None:
+        # One attribute, which threads write: what must be the same, and the quantized weight.
+        self._last: tuple[Any, Quantized] | None = None
+
+    def of(self, key: Any, weight: Tensor, quantize_weight: Callable[[], Quantized]) -> Quantized:
+        """Return the quantized weight, from the last call if that had the same tensor and key."""
+        last = self._last
+        if last is not None and last[0][0]() is weight and last[0][1:] == key:
+            return last[1]
+        found = quantize_weight()
+        self._last = (weakref.ref(weight), *key), found
+        return found
+
+
 class Layer(NamedTuple):
     """How one module runs in FP8.
 
@@ -89,6 +107,7 @@ class Layer(NamedTuple):
         draws: the counts of FP4's random bits, or None.
         number: the module's index in the history or the counts.
         guess: the factor that the weight had last, or None where it is not tried.
+        kept: the quantized weight of this step, or None where it is not kept.
         split: how tensor parallelism has divided the layer, or None.
         gathered: the weight that travels in FP8, or None.
     """
@@ -99,7 +118,8 @@ class Layer(NamedTuple):
     history: AmaxHistory | None = None
     draws: Draws | None = None
     number: int = 0
-    guess: "LastFactor | None" = None
+    guess: LastFactor | None = None
+    kept: KeptWeight | None = None
     split: fp8_shards.Split | None = None
     gathered: GatheredWeight | None = None
 
@@ -221,7 +241,18 @@ class Layer(NamedTuple):
         found = None if self.gathered is None else self.gathered.quantized(weight)
         if found is not None:
             return found
-        return self.quantize(weight.detach(), WEIGHT, by_row=True, by_column=by_column, sees=sees)
+
+        def quantized() -> Quantized:
+            return self.quantize(weight.detach(), WEIGHT, by_row=True, by_column=by_column, sees=sees)
+
+        # Only in training, so that an evaluation on other weights takes these and leaves nothing.
+        if self.kept is None or not sees or torch.compiler.is_compiling():
+            return quantized()
+        stream = stream_of(weight.device)
+        if stream is None:  # a CUDA graph quantizes in each replay
+            return quantized()
+        key = weight._version, weight.data_ptr(), stream, self.switch.steps
+        return self.kept.of(key, weight, quantized)
 
     def weight_by_column(
         self, weight: Tensor | None, kept: tuple[Tensor | None, ...], factor: Tensor | None

@@ -52,12 +52,14 @@ class Switch:
         on: whether the session is open.
         forward_is_high: whether outputs are computed in half precision.
         has_warned: whether there was a warning that a layer does not run in FP8 under a transform.
+        steps: how many steps the session's optimizers have taken.
     """
 
     def __init__(self, forward_is_high: bool = False) -> None:
         self.on = True
         self.forward_is_high = forward_is_high
         self.has_warned = False
+        self.steps = 0
 
 
 class Fp8Linears(Strategy):
@@ -171,7 +173,7 @@ class Fp8Linears(Strategy):
     def _add(self, model: nn.Module, reached: Mapping[str, nn.Linear], prefix: str, undo: Undo) -> None:
         from amp.casting.fp4_draws import Draws
         from amp.casting.fp8_history import AmaxHistory
-        from amp.casting.fp8_linear import FORMATS, LastFactor, Layer
+        from amp.casting.fp8_linear import FORMATS, KeptWeight, LastFactor, Layer
 
         recipe = self.properties.fp8
         assert recipe is not None
@@ -197,6 +199,7 @@ class Fp8Linears(Strategy):
                 name=name,
                 number=i,
                 guess=LastFactor() if guesses else None,
+                kept=KeptWeight() if recipe.keep_weights == "step" else None,
                 gathered=gathered.get(module),
             )
             for i, (name, module) in enumerate(zip(names, reached.values(), strict=True), start=first)

@@ -219,7 +219,7 @@ def footprint(
         of_low = _BYTES_OF.get(fp8.recipe, Fraction(1))
         linear_input = of_low if fp8.grad_weight in ("fp8", "fp4") else Fraction(2)
         in_low = [tensor.numel for tensor in tensors if tensor.in_fp8]
-        kept_weights = sum(in_low) if fp8.keep_weights else 0
+        kept_weights = sum(in_low) * (2 if fp8.keep_weights == "step" else bool(fp8.keep_weights))
         terms["transient"] += math.ceil(of_low * (max(in_low, default=0) + kept_weights))
     terms["activations"] = round(activations) * activation + math.ceil(
         linear_input * round(linear_inputs)

@@ -156,7 +156,9 @@ class Fp8Recipe:
         all_gather: `current`: FSDP2 gathers weights in E4M3, by scales that ranks agree on.
         keep_weights: quantized weights are kept from the forward to the backward, which then does not
             quantize them again: a byte more for each weight, or about half a byte in FP4;
-            `force_recompute_fp8_weight_in_bwd: false` is true.
+            `force_recompute_fp8_weight_in_bwd: false` is true. With `step` they are kept for all
+            forwards in training until the next step, which takes twice as much memory: a write that
+            torch does not count, as through `.data`, has no effect until then. Not for `delayed`.
 
     Raises:
         AmpValueError: a field is not in its range, or does nothing under the recipe.
@@ -199,8 +201,8 @@ class Fp8Recipe:
         False, OneOf(True, False, means={None: False}), aliases=("enable_fsdp_float8_all_gather",)
     )
 
-    keep_weights: bool = key(
-        False, OneOf(True, False, means={None: False}), aliases=("keep_fp8_transpose_cache",)
+    keep_weights: bool | Literal["step"] = key(
+        False, OneOf(True, False, "step", means={None: False}), aliases=("keep_fp8_transpose_cache",)
     )
 
     def __post_init__(self) -> None:
@@ -253,7 +255,13 @@ class Fp8Recipe:
                 "FSDP2 frees a gathered weight" if self.all_gather else "its backward has other scales"
             )
             raise AmpValueError(
-                f"fp8 has keep_weights: True and {other}, and {why}; leave out keep_weights"
+                f"fp8 has keep_weights: {self.keep_weights} and {other}, and {why}; leave out "
+                "keep_weights"
+            )
+        if self.keep_weights == "step" and self.recipe == "delayed":
+            raise AmpValueError(
+                "fp8 has keep_weights: step and recipe: delayed, whose scales may change in each "
+                "forward; take keep_weights: True"
             )
 
     @property

@@ -312,8 +312,10 @@ class OptimizerStep:
     # After each step.
 
     def _end_iteration(self) -> None:
-        """Move the scales of `fp8="delayed"`, if no block has done so."""
-        history = self._attached().owner.fp8.history
+        """Count the step, and move the scales of `fp8="delayed"`, if no block has done so."""
+        fp8 = self._attached().owner.fp8
+        fp8.switch.steps += 1
+        history = fp8.history
         if history is not None:
             if not history.ended_in_block:
                 history.share(self._gradients.parameters.process_groups)

@@ -93,7 +93,7 @@ def trained(recipe: str, device: torch.device, backend: str | None) -> tuple[lis
             x = (torch.randn(32, 128) * scale).bfloat16().to(device).requires_grad_()
             with session.scale_loss((forward(x) * 0.1).sum(), optimizer) as loss:
                 loss.backward()
-            found += [x.grad, *(p.grad for p in model.parameters())]
+            found += [p.grad for p in (x, *model.parameters()) if p.grad is not None]
             optimizer.step()
             optimizer.zero_grad()
         found += [] if session.fp8.history is None else [session.fp8.history.amaxes]

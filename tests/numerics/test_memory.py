@@ -191,6 +191,8 @@ def test_a_layer_in_fp8_has_one_copy_of_its_weight_while_it_is_used() -> None:
     assert footprint(model, "O7", "FusedAdam").transient == 64 * 128
     kept = footprint(model, "O7", "FusedAdam", fp8={"keep_weights": True})
     assert kept.transient == 64 * 128 + (32 * 64 + 64 * 128)
+    kept = footprint(model, "O7", "FusedAdam", fp8={"keep_weights": "step"})
+    assert kept.transient == 64 * 128 + 2 * (32 * 64 + 64 * 128)
 
 
 @pytest.mark.parametrize("level", ["O5", "O7"])
