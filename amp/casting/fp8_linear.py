@@ -21,7 +21,7 @@ each product in half precision; in FP4 also that of the output, for the last ste
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from amp.casting import fp8_shards
 from amp.casting.fp4_draws import Draws
 from amp.casting.fp8_gather import GatheredWeight
 from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
+from amp.casting.fp8_switch import Switch
 from amp.casting.regions import disable_casts
 from amp.distributed import is_sharded
 from amp.errors import AmpRuntimeError, warn
@@ -50,9 +51,6 @@ from amp.kernels.quantize import quantize
 from amp.kernels.quantize_fp4 import quantize_fp4
 from amp.kernels.scaled_mm import scaled_mm
 from amp.profiles.fp8_recipe import FP4, GRANULARITIES, Fp8Recipe
-
-if TYPE_CHECKING:
-    from amp.casting.fp8_strategy import Switch
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -114,7 +112,7 @@ class Layer(NamedTuple):
 
     recipe: Fp8Recipe
     name: str
-    switch: "Switch"
+    switch: Switch
     history: AmaxHistory | None = None
     draws: Draws | None = None
     number: int = 0
@@ -279,7 +277,11 @@ class Layer(NamedTuple):
             is_training: whether the module is in training mode; only then the history records amaxes.
         """
         if is_sharded(weight):
-            return fp8_shards.run(self, x, weight, bias, dtype, is_training)
+
+            def run_part(split: fp8_shards.Split, x: Tensor, weight: Tensor, bias: Any) -> Tensor:
+                return self._replace(split=split).run(x, weight, bias, dtype, is_training)
+
+            return fp8_shards.run(self.name, self.recipe, x, weight, bias, run_part)
         sees = torch.is_grad_enabled() and is_training
         trains = torch.is_grad_enabled() and weight.requires_grad
         keeps = trains and self.recipe.grad_weight in ("fp8", "fp4")

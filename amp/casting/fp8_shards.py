@@ -11,10 +11,9 @@ sums that are cut (the output of Rowwise, the gradient of Colwise's input) are r
 """
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from amp.casting.regions import disable_casts
@@ -22,9 +21,6 @@ from amp.distributed import ProcessGroup, reduce_largest
 from amp.errors import AmpRuntimeError
 from amp.kernels.fp8 import Part
 from amp.profiles.fp8_recipe import MULTIPLES, Fp8Recipe
-
-if TYPE_CHECKING:
-    from amp.casting.fp8_linear import Layer
 
 
 class Split(NamedTuple):
@@ -97,9 +93,22 @@ def split_of(
 
 
 def run(
-    layer: "Layer", x: Any, weight: Any, bias: Any, dtype: torch.dtype, is_training: bool
+    name: str,
+    recipe: Fp8Recipe,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    run_part: Callable[[Split, Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
-    """Do `Layer.run` for DTensors; the result is one too.
+    """Run a layer whose weight is a DTensor; the result is one too.
+
+    Args:
+        name: the layer's.
+        recipe: the session's.
+        x: the input, a DTensor.
+        weight: a DTensor `[N, K]`.
+        bias: a DTensor `[N]`, or None.
+        run_part: runs this rank's part of it.
 
     Raises:
         AmpRuntimeError: see `split_of`.
@@ -107,7 +116,7 @@ def run(
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     mesh = weight.device_mesh
-    split = split_of(layer.name, layer.recipe, mesh, weight.placements, weight.shape)
+    split = split_of(name, recipe, mesh, weight.placements, weight.shape)
     last = Shard(x.dim() - 1)
     is_colwise = split.dims[0] is None
     of_x, of_grad_x, of_output = (
@@ -122,6 +131,5 @@ def run(
             bias = bias.to_local()
             # The output of Rowwise is a sum over ranks: one adds the bias, all compute its gradient.
             bias = bias if is_added else bias - bias.detach()
-        of_part = layer._replace(split=split)
-        product = of_part.run(local, weight.to_local(), bias, dtype, is_training)
+        product = run_part(split, local, weight.to_local(), bias)
         return DTensor.from_local(product, mesh, [of_output], run_check=False)

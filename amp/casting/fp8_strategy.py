@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from amp.casting.fp8_switch import Switch
 from amp.casting.matching_rules import ruled_modules, ruled_tensors
 from amp.casting.regions import cast_dtype
 from amp.casting.sharded import modules_of_fsdp2, params_of_fsdp2, reshard, specs_when_gathered
@@ -43,23 +44,6 @@ if TYPE_CHECKING:
     from amp.casting.fp8_gather import GatheredWeight
     from amp.casting.fp8_history import AmaxHistory
     from amp.casting.fp8_linear import Layer
-
-
-class Switch:
-    """Whether the layers of a session run in FP8, or FP4.
-
-    Attributes:
-        on: whether the session is open.
-        forward_is_high: whether outputs are computed in half precision.
-        has_warned: whether there was a warning that a layer does not run in FP8 under a transform.
-        steps: how many steps the session's optimizers have taken.
-    """
-
-    def __init__(self, forward_is_high: bool = False) -> None:
-        self.on = True
-        self.forward_is_high = forward_is_high
-        self.has_warned = False
-        self.steps = 0
 
 
 class Fp8Linears(Strategy):
