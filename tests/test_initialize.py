@@ -670,13 +670,13 @@ def test_what_a_gpu_emulates_is_said(
     properties = amp.Session(
         "O4" if is_mxfp8 else level, **{"fp8": level} if is_mxfp8 else {}
     ).properties
-    scaled_mm.way_of.cache_clear()
+    scaled_mm._way_of.cache_clear()
     parameter = SimpleNamespace(device=torch.device("cuda", 0))
     model: Any = SimpleNamespace(parameters=lambda: [parameter])
     try:
         found = list(advise_on_devices(properties, [model]))
     finally:
-        scaled_mm.way_of.cache_clear()
+        scaled_mm._way_of.cache_clear()
     expected = []
     if capability < (8, 0) and level not in ("O0", "O1", "O2"):
         expected.append("emulates bfloat16")
