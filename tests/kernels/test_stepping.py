@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.split import Kind, join, low_dtype, split
 from amp.kernels.stepping import step
 from tests.covering import covering
+from tests.kernels.formulas import CASES, Case, made
 from tests.kernels.numbers_of import numbers_of
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -36,129 +37,8 @@ pytestmark = [
 ]
 
 
-class Case(NamedTuple):
-    """An optimizer's rule and numbers, and what it must agree with."""
-
-    rule: UpdateRule
-    numbers: Callable[..., Any]
-    reference: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    maximize: bool = False
-
-
 def adam(**changes: Any) -> Any:
     return numbers_of(ADAM, **changes)
-
-
-def sgd(**changes: Any) -> Any:
-    return numbers_of(SGD, **changes)
-
-
-def torch_sgd(**options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    options = {"lr": LR, "momentum": 0.9, "weight_decay": 0.1, **options}
-    return lambda ps: torch.optim.SGD(ps, **options)
-
-
-class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of the paper, line by line."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            m = self.state[p].setdefault("m", torch.zeros_like(p))
-            update = (0.9 * m + (1 - 0.9) * p.grad).sign() + 0.1 * p
-            p -= LR * update
-            m.copy_(0.99 * m + (1 - 0.99) * p.grad)
-
-
-class SGDWithDecayAfterMomentum(torch.optim.SGD):
-    """The momentum knows nothing of the weight decay."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = self.param_groups[0]["params"]
-        decays = [LR * 0.1 * p for p in params]
-        super().step()
-        for p, decay in zip(params, decays, strict=True):
-            p -= decay
-
-
-class Lamb(torch.optim.Optimizer):
-    """Algorithm 2 of the paper with bias correction, tensor by tensor."""
-
-    def __init__(
-        self, params: Any, decay: float = 0.1, fresh: float = 0.1, decoupled: bool = True
-    ) -> None:
-        super().__init__(params, {})
-        self.decay, self.fresh, self.decoupled = decay, fresh, decoupled
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p] or {"t": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
-            self.state[p] = state
-            state["t"] += 1
-            g = p.grad if self.decoupled else p.grad + self.decay * p
-            state["m"] = 0.9 * state["m"] + self.fresh * g
-            state["v"] = 0.999 * state["v"] + (1 - 0.999) * g**2
-            m, v = state["m"] / (1 - 0.9 ** state["t"]), state["v"] / (1 - 0.999 ** state["t"])
-            u = m / (v.sqrt() + 1e-6) + (self.decay * p if self.decoupled else 0)
-            ratio = p.norm() / u.norm() if self.decay and p.any() and u.any() else 1.0
-            p -= LR * ratio * u
-
-
-def lamb(**changes: Any) -> Any:
-    return numbers_of(LAMB, eps=1e-6, **changes)
-
-
-CASES = {
-    "sgd": Case(SGD, lambda: sgd(momentum=0.0), torch_sgd(momentum=0.0)),
-    "sgd, momentum": Case(MOMENTUM_SGD, sgd, torch_sgd()),
-    "sgd, dampening, maximize": Case(
-        MOMENTUM_SGD,
-        lambda: sgd(dampening=0.5, weight_decay=0.0),
-        torch_sgd(dampening=0.5, weight_decay=0.0, maximize=True),
-        maximize=True,
-    ),
-    "sgd, nesterov": Case(MOMENTUM_SGD, lambda: sgd(nesterov=True), torch_sgd(nesterov=True)),
-    "sgd, decay after momentum": Case(
-        MOMENTUM_SGD,
-        lambda: sgd(wd_after_momentum=True),
-        lambda ps: SGDWithDecayAfterMomentum(ps, lr=LR, momentum=0.9),
-    ),
-    "lion": Case(LION, lambda: numbers_of(LION, betas=(0.9, 0.99)), Lion),
-    "adagrad": Case(
-        ADAGRAD,
-        lambda: numbers_of(ADAGRAD, eps=1e-10),
-        lambda ps: torch.optim.Adagrad(ps, lr=LR, lr_decay=0.01, weight_decay=0.1),
-    ),
-    "adamw": Case(ADAM, adam, lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1)),
-    "adam": Case(
-        ADAM,
-        lambda: adam(decoupled_weight_decay=False),
-        lambda ps: torch.optim.Adam(ps, lr=LR, weight_decay=0.1),
-    ),
-    "lamb": Case(LAMB, lamb, Lamb),
-    "lamb without decay": Case(LAMB, lambda: lamb(weight_decay=0.0), lambda ps: Lamb(ps, decay=0.0)),
-    "nvlamb": Case(
-        LAMB,
-        lambda: lamb(weight_decay=1e-30, use_nvlamb=True),
-        lambda ps: Lamb(ps, decay=1e-30),
-    ),
-    "lamb, sums, l2": Case(
-        LAMB,
-        lambda: lamb(grad_averaging=False, adam_w_mode=False),
-        lambda ps: Lamb(ps, fresh=1.0, decoupled=False),
-    ),
-    "adamw, maximize": Case(
-        ADAM,
-        adam,
-        lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1, maximize=True),
-        maximize=True,
-    ),
-}
 
 
 class Tensors:
@@ -189,25 +69,58 @@ def scalar(device: torch.device, value: float) -> Tensor:
     return torch.tensor([value], dtype=F32, device=device)
 
 
+class Exact:
+    """Steps by a formula in FP64; NovoGrad's norms are given."""
+
+    def __init__(self, case: Case, group: dict[str, Any], params: list[Tensor]) -> None:
+        self.case, self.group, self.t = case, group, 0
+        self.params = [p.double() for p in params]
+        self.moments = [[torch.zeros_like(p) for _ in case.rule.moments] for p in self.params]
+        self.norms = torch.arange(1, len(params) + 1, device=params[0].device) / 3
+
+    def step(self, grads: list[Tensor]) -> None:
+        self.t += 1
+        for i, g in enumerate(grads):
+            norm = (lambda _, i=i: self.norms[i]) if self.case.rule is NOVOGRAD else Tensor.norm
+            g = -g if self.group.get("maximize") else g
+            state = self.params[i], g, *self.moments[i]
+            self.params[i], *self.moments[i] = self.case.formula(self.group, self.t, norm, *state)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.torchs])
+def test_the_formulas_are_torchs(name: str) -> None:
+    case = CASES[name]
+    group, starts = case.group(), Tensors(torch.device("cpu"), case.rule, F64)
+    params = [nn.Parameter(p.clone()) for p in starts.params]
+    optimizer = made(case.torchs, params, group)
+    exact = Exact(case, group, starts.params)
+    for _ in range(20):
+        grads = starts.grads(F64)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+        exact.step(grads)
+    for p, e in zip(params, exact.params, strict=True):
+        torch.testing.assert_close(p.detach(), e, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize(("name", "half"), covering(CASES, [None, F16, BF16], strength=1))
 def test_many_steps_stay_beside_fp64(device: torch.device, name: str, half: torch.dtype | None) -> None:
     """With scaled 16-bit gradients and 16-bit weights to write, and without both."""
-    case = CASES[name]
-    tensors = Tensors(device, case.rule)
-    exact = [nn.Parameter(p.double()) for p in tensors.params]
-    reference = case.reference(exact)
+    case, scale = CASES[name], 1.0 if half is None else 64.0
+    group, tensors = case.group(), Tensors(device, case.rule)
+    exact = Exact(case, group, tensors.params)
     models = None if half is None else [torch.empty_like(p, dtype=half) for p in tensors.params]
-    inv_scale = None if half is None else scalar(device, 1 / 64)
+    options: dict[str, Any] = {"maximize": "maximize" in group, "models": models}
+    options["inv_scale"] = None if half is None else scalar(device, 1 / scale)
+    options["of_tensor"] = exact.norms if case.rule is NOVOGRAD else None
     for _ in range(STEPS):
-        grads = tensors.grads(half or F32, scale=1.0 if half is None else 64.0)
-        options = {"models": models, "inv_scale": inv_scale, "maximize": case.maximize}
-        tensors.step(case.numbers(), grads, **options)
-        for p, g in zip(exact, grads, strict=True):
-            p.grad = g.double() / (1 if half is None else 64)
-        reference.step()
+        grads = tensors.grads(half or F32, scale)
+        tensors.step(case.rule.numbers(group), grads, **options)
+        exact.step([g.double() / scale for g in grads])
     apart = 0
-    for p, e in zip(tensors.params, exact, strict=True):
-        difference = (p.double() - e.detach()).abs()
+    for p, e in zip(tensors.params, exact.params, strict=True):
+        difference = (p.double() - e).abs()
         apart += int((difference > 1e-4 * e.abs() + 1e-4 * LR * STEPS).sum())
         assert (difference <= 5 * LR).all()
     assert apart <= (3 if name == "lion" else 0)  # a sign near 0 is that of a rounding error
@@ -276,32 +189,33 @@ def test_numbers_may_be_tensors(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), covering(["adamw", "lamb", "sgd, momentum"], [F16, BF16], strength=1)
+    ("name", "dtype"), covering(["adamw", "lamb", "momentum"], [F16, BF16], strength=1)
 )
 def test_masters_in_two_halves_step_as_whole_ones_do(
     device: torch.device, name: str, dtype: torch.dtype
 ) -> None:
     """Bit for bit: a half and its low bits are the master."""
-    case = CASES[name]
-    whole, halves = Tensors(device, case.rule), Tensors(device, case.rule)
+    rule = CASES[name].rule
+    numbers = rule.numbers(CASES[name].group())
+    whole, halves = Tensors(device, rule), Tensors(device, rule)
     masters, halves.params = halves.params, [torch.empty_like(p, dtype=dtype) for p in halves.params]
     lows = [torch.empty_like(p, dtype=torch.int16) for p in halves.params]
     split(masters, halves.params, lows)
     join(halves.params, lows, whole.params)  # without what float16 cannot hold
     for _ in range(STEPS):
         grads = [g.clamp(-1, 1) for g in whole.grads(dtype)]
-        whole.step(case.numbers(), grads)
+        whole.step(numbers, grads)
         if dtype is F16:  # which cannot hold the smallest numbers to every bit
             other = [torch.empty_like(p, dtype=F16) for p in whole.params]
             more = list(map(torch.empty_like, lows))
             split(whole.params, other, more)
             join(other, more, whole.params)
-        halves.step(case.numbers(), grads, lows=lows)
+        halves.step(numbers, grads, lows=lows)
     join(halves.params, lows, masters)
     assert all(map(torch.equal, masters, whole.params))
     assert all(map(torch.equal, halves.moments[0], whole.moments[0]))
     before = [t.clone() for t in (*halves.copies(), *lows)]
-    halves.step(case.numbers(), grads, lows=lows, found_inf=scalar(device, 1))
+    halves.step(numbers, grads, lows=lows, found_inf=scalar(device, 1))
     assert all(map(torch.equal, before, [*halves.copies(), *lows]))
 
 
@@ -314,7 +228,9 @@ def test_small_steps_are_not_lost(device: torch.device, kind: Kind) -> None:
     lows = [torch.zeros(300, device=device, dtype=low_dtype(kind, BF16))]
     for _ in range(STEPS):
         tensors.step(
-            sgd(momentum=0.0, weight_decay=0.0), [torch.full((300,), 1e-2, device=device)], lows=lows
+            numbers_of(SGD, momentum=0.0, weight_decay=0.0),
+            [torch.full((300,), 1e-2, device=device)],
+            lows=lows,
         )
     master = torch.empty(300, device=device)
     join(tensors.params, lows, [master])
@@ -362,29 +278,6 @@ def test_stochastic_rounding_of_what_has_no_neighbours(device: torch.device, val
     torch.testing.assert_close(tensors.moments[0][0], expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("averages", [False, True])
-def test_novograd_goes_by_the_norm_of_each_tensor(
-    device: torch.device, averages: bool, inside: bool
-) -> None:
-    tensors = Tensors(device, NOVOGRAD)
-    exact = [p.double() for p in tensors.params]
-    means = [torch.zeros_like(p) for p in exact]
-    options = {"grad_averaging": averages, "reg_inside_moment": inside}
-    for t in range(1, STEPS + 1):
-        grads = tensors.grads(F32)
-        norms = torch.arange(1, len(grads) + 1, device=device) / 3
-        numbers = numbers_of(NOVOGRAD, betas=(0.95, 0.98), **options)
-        tensors.step(numbers, grads, of_tensor=norms)
-        for p, m, g, norm in zip(exact, means, grads, norms.double(), strict=True):
-            d = norm / (1 - 0.98**t) ** 0.5 + 1e-8
-            m *= 0.95
-            m += ((1 - 0.95) if averages else 1.0) * (g / d + 0.1 * p if inside else g)
-            p -= LR * (m / (1 - 0.95**t) / (1 if inside else d) + (0 if inside else 0.1) * p)
-    for p, e in zip(tensors.params, exact, strict=True):
-        torch.testing.assert_close(p.double(), e, rtol=1e-4, atol=1e-4 * LR * STEPS)
-
-
 def test_lists_that_do_not_match_are_refused(device: torch.device) -> None:
     tensors = Tensors(device, ADAM)
     before = tensors.copies()
@@ -418,12 +311,7 @@ def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: 
     def run(params: list[Tensor], grads: list[Tensor], norms_of_all_ranks: Any = None) -> None:
         moments, steps = state(params)
         step(
-            LAMB,
-            lamb(),
-            params,
-            grads,
-            moments,
-            steps,
+            *(LAMB, numbers_of(LAMB, eps=1e-6), params, grads, moments, steps),
             norms_of_all_ranks=norms_of_all_ranks,
         )
         assert [each.item() for each in steps] == [float(p.numel() > 0) for p in params]
