@@ -239,21 +239,33 @@ def test_small_steps_are_not_lost(device: torch.device, kind: Kind) -> None:
     torch.testing.assert_close(master, expected, rtol=tolerance, atol=0)
 
 
+def rounded(
+    device: torch.device,
+    seeds: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    value: float = 1.0,
+    factor: float = 0.9995,
+    steps: int = 1,
+) -> list[Tensor]:
+    """Return moments, bfloat16, after steps along gradients of 0, each of which multiplies them."""
+    tensors = Tensors(device, LION)
+    tensors.params = [torch.zeros(size, device=device) for size in sizes]
+    tensors.steps = tensors.steps[: len(sizes)]
+    tensors.moments = [[torch.full_like(p, value, dtype=BF16) for p in tensors.params]]
+    numbers = numbers_of(LION, betas=(0.9, factor), weight_decay=0.0)
+    grads = list(map(torch.zeros_like, tensors.params))
+    for _ in range(steps):
+        tensors.step(numbers, grads, origins=list(map(Origin, seeds)) or None)
+    return tensors.moments[0]
+
+
 def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torch.device) -> None:
     """A mean that moves by far less than half a unit of bfloat16 a step still arrives."""
     n = 4096
 
     def run(*seeds: int) -> Tensor:
-        tensors = Tensors(device, LION, F32)
-        tensors.params = [torch.zeros(n, device=device)]
-        tensors.steps = tensors.steps[:1]
-        tensors.moments = [[torch.full((n,), 1.0, device=device, dtype=BF16)]]
-        for _ in range(4):
-            numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
-            tensors.step(
-                numbers, [torch.zeros(n, device=device)], origins=list(map(Origin, seeds)) or None
-            )
-        return tensors.moments[0][0].float()
+        return rounded(device, seeds, [n], steps=4)[0].float()
 
     exact = 0.9995**4
     assert bool((run() == 1.0).all())
@@ -269,13 +281,24 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torc
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0, 3.38e38])
 def test_stochastic_rounding_of_what_has_no_neighbours(device: torch.device, value: float) -> None:
-    tensors = Tensors(device, LION)
-    tensors.params, tensors.steps = [torch.zeros(64, device=device)], tensors.steps[:1]
-    tensors.moments = [[torch.full((64,), value, device=device, dtype=BF16)]]
-    expected = tensors.moments[0][0].clone()
-    numbers = numbers_of(LION, betas=(0.9, 1.0 - 2.0**-30), weight_decay=0.0)
-    tensors.step(numbers, [torch.zeros(64, device=device)], origins=[Origin(1)])
-    torch.testing.assert_close(tensors.moments[0][0], expected, rtol=0, atol=0, equal_nan=True)
+    (moment,) = rounded(device, [1], [64], value=value, factor=1 - 2.0**-30)
+    expected = torch.full_like(moment, value)
+    torch.testing.assert_close(moment, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
+    """Not by what else is stepped with it, in whatever order and of whatever size."""
+    sizes = (100, 70_000, 300)
+
+    def run(*of: int) -> dict[int, Tensor]:
+        found = rounded(device, [5 + i for i in of], [sizes[i] for i in of])
+        return dict(zip(of, found, strict=True))
+
+    together = run(0, 1, 2)
+    assert not torch.equal(together[0][:100], together[2][:100])
+    for some in ((2, 1, 0), (1,), (0, 2)):
+        for i, moment in run(*some).items():
+            assert torch.equal(moment, together[i])
 
 
 def test_lists_that_do_not_match_are_refused(device: torch.device) -> None:
@@ -303,13 +326,9 @@ def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: 
         for _ in range(2)
     ]
 
-    def state(like: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
-        return [[torch.zeros_like(p) for p in like] for _ in range(2)], [
-            torch.zeros((), device=device) for _ in like
-        ]
-
     def run(params: list[Tensor], grads: list[Tensor], norms_of_all_ranks: Any = None) -> None:
-        moments, steps = state(params)
+        moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+        steps = [torch.zeros((), device=device) for _ in params]
         step(
             *(LAMB, numbers_of(LAMB, eps=1e-6), params, grads, moments, steps),
             norms_of_all_ranks=norms_of_all_ranks,
@@ -333,27 +352,6 @@ def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: 
     for i, whole in enumerate(param):
         together = torch.cat([params[i] for params, _ in halves])
         torch.testing.assert_close(together, whole, rtol=1e-5, atol=1e-6)
-
-
-def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
-    """Not by what else is stepped with it, in whatever order and of whatever size."""
-    sizes = (100, 70_000, 300)
-    numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
-
-    def run(*of: int) -> dict[int, Tensor]:
-        tensors = Tensors(device, LION, F32)
-        tensors.params = [torch.zeros(sizes[i], device=device) for i in of]
-        tensors.steps = tensors.steps[: len(of)]
-        tensors.moments = [[torch.full((sizes[i],), 1.0, device=device, dtype=BF16) for i in of]]
-        grads = [torch.zeros(sizes[i], device=device) for i in of]
-        tensors.step(numbers, grads, origins=[Origin(5 + i) for i in of])
-        return dict(zip(of, tensors.moments[0], strict=True))
-
-    together = run(0, 1, 2)
-    assert not torch.equal(together[0][:100], together[2][:100])
-    for some in ((2, 1, 0), (1,), (0, 2)):
-        for i, moment in run(*some).items():
-            assert torch.equal(moment, together[i])
 
 
 @pytest.mark.parametrize(
@@ -487,21 +485,6 @@ def test_a_step_that_merges_steps_what_was_written_to_weights(
         assert all(map(torch.equal, merges.copies(), by_hand.copies()))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=() if name in ("adam", "novograd") else pytest.mark.slow)
-        for name, dtype in zip(RULES, [F16, BF16] * 3, strict=True)
-    ],
-)
-def test_a_loop_that_merges_steps_what_was_written_to_weights(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
-    test_a_step_that_merges_steps_what_was_written_to_weights(torch.device("cpu"), name, dtype)
-
-
 def test_a_step_that_does_not_merge_steps_the_masters(device: torch.device) -> None:
     """And writes them to the weights, whatever these are."""
     one, other = Session(device, ADAM, F16), Session(device, ADAM, F16)
@@ -512,7 +495,8 @@ def test_a_step_that_does_not_merge_steps_the_masters(device: torch.device) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), covering(["adam", "lion", "momentum sgd"], [F16, BF16], strength=1)
+    ("name", "dtype"),
+    covering(["adagrad", "adam", "lion", "momentum sgd", "novograd"], [F16, BF16], strength=1),
 )
 def test_all_backends_merge_alike(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
@@ -531,9 +515,12 @@ def test_all_backends_merge_alike(
         moments = [[torch.zeros_like(p) for p in params] for _ in rule.moments]
         steps = [torch.zeros((), device=on) for _ in params]
         numbers = numbers_of(rule, betas=(0.9, 0.99))
+        norms = torch.arange(1.0, 4, device=on) if rule is NOVOGRAD else None
         options: dict[str, Any] = {"models": models, "merges": True, "backend": backend}
         merge([m.clone() for m in models], by_hand := [p.clone() for p in params], backend=backend)
-        step(rule, numbers, params, [g.to(on) for g in grads], moments, steps, **options)
+        step(
+            rule, numbers, params, [g.to(on) for g in grads], moments, steps, of_tensor=norms, **options
+        )
         written = [*by_hand, *params, *models, *(x for moment in moments for x in moment)]
         found.append([tensor.cpu().nan_to_num(7e7) for tensor in written])
     for one, other in zip(*found, strict=True):
