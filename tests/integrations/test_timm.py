@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 import amp
 from amp.integrations.timm import AmpScaler
-from tests.integrations.quick import levels
+from tests.integrations import comparing
+from tests.integrations.comparing import TOLERANCES, levels, values
 from tests.models import initialize
 
-TOLERANCES = {"O0": 0.0, "O1": 3e-3, "O2": 3e-3, "O3": 3e-2, "O4": 4e-2, "O5": 4e-2}
 CLIPS: dict[str, dict[str, Any]] = {
     "not clipped": {},
     "norm": {"clip_grad": 0.3, "clip_mode": "norm"},
@@ -102,8 +102,7 @@ class Script:
 
 
 def gap(a: nn.Module, b: nn.Module) -> float:
-    pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
-    return max((x - y).abs().max().item() for x, y in pairs)
+    return comparing.gap(values(a), values(b))
 
 
 @pytest.mark.parametrize("clip", CLIPS)
