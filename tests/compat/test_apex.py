@@ -87,24 +87,8 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_a_script_spawns_finds_apex_too(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import multiprocessing\n"
-        "def work():\n"
-        "    from apex import amp\n"
-        "    print(amp.scale_loss.__module__)\n"
-        "if __name__ == '__main__':\n"
-        "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
-        "    process.start()\n"
-        "    process.join()\n"
-    )
-    assert run(script).stdout == "amp.frontend\n"
-
-
-@pytest.mark.slow
 def test_processes_that_a_script_spawns() -> None:
-    assert run(SCRIPTS / "spawn.py").stdout == "same True\n"
+    assert run(SCRIPTS / "spawn.py").stdout == "trained\n"
 
 
 def test_a_gan_with_three_scales() -> None:
@@ -186,20 +170,6 @@ def test_adversarial_training(attack: str, options: list[str]) -> None:
     assert clean < attacked < first
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--clip-grad", "1.0"],
-        ["--second-order", "--clip-grad", "0.5", "--clip-mode", "value", "--update-freq", "2"],
-        ["--fused", "--clip-grad", "1.0", "--clip-mode", "agc", "--apex-amp-level", "O2"],
-    ],
-)
-def test_a_scaler_object_of_image_models(options: list[str]) -> None:
-    first, last, ema = numbers(run(SCRIPTS / "image_models.py", *options).stdout.splitlines()[-1])
-    assert last < 0.7 * first
-    assert ema < first
-
-
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
 def test_the_amp_block_of_an_engine(tmp_path: Path, level: str) -> None:
     weights = []
@@ -222,16 +192,6 @@ def test_a_precision_plugin(level: str) -> None:
     first, _, last, _ = numbers(losses)
     assert last < first
     assert numbers(rates) == [0.0025, 0.1]
-
-
-def test_functions_that_a_script_registered() -> None:
-    assert run(SCRIPTS / "functions.py").stdout.splitlines()[-5:] == [
-        "correlation (torch.float32, torch.float32)",
-        "entropy torch.float32",
-        "fused_bias (torch.float16, torch.float16)",
-        "roi_pool torch.float32",
-        "better True",
-    ]
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -318,7 +278,9 @@ def test_it_is_not_there_unless_it_is_asked_for() -> None:
 
 def test_names_are_ours(apex: Any) -> None:
     compat.install()
-    assert apex.amp.scale_loss is amp.scale_loss
+    kinds = [f"{kind}_function" for kind in ("half", "bfloat16", "float", "promote")]
+    for name in ("scale_loss", *kinds, *(f"register_{kind}" for kind in kinds)):
+        assert getattr(apex.amp, name) is getattr(amp, name)
     assert apex.optimizers.FusedAdam is FusedAdam
     assert apex.fp16_utils.FP16_Optimizer is importlib.import_module("amp.fp16_utils").FP16_Optimizer
     for name in ("LARC", "_amp_state"):  # names of a module, and of what is in it
