@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as CutAlong
@@ -19,7 +19,9 @@ from tests.devices import on_gpu
 from tests.distributed.models import (
     SIZES,
     WRAPS,
+    all_reduces,
     assert_equal_on_ranks,
+    backward,
     batches,
     data_rank,
     loss_of,
@@ -30,24 +32,6 @@ from tests.distributed.models import (
 )
 from tests.distributed.world import Backend, ranks, world
 from tests.levels import CHECKED, LEVELS
-
-
-class AllReduces:
-    """Counts the all-reduces of this library, which calls them by `torch.distributed.all_reduce`."""
-
-    def __enter__(self) -> AllReduces:
-        self.sizes: list[int] = []
-        self._original: Any = distributed.all_reduce
-
-        def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.sizes.append(tensor.numel())
-            return self._original(tensor, *args, **kwargs)
-
-        distributed.all_reduce = counting  # type: ignore[assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        distributed.all_reduce = self._original
 
 
 @ranks(SIZES)
@@ -62,12 +46,12 @@ def test_a_step_has_one_collective_of_one_number(rank: int, wrap: str, level: st
     for _ in range(2):
         optimizer.zero_grad()
         loss = loss_of(model, x, y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-            counted = AllReduces().__enter__()
-        optimizer.step()
-        counted.__exit__()
-        assert counted.sizes == ([1] if level in CHECKED else []), counted.sizes
+        with all_reduces() as sizes:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                sizes.clear()  # those of a wrapper
+            optimizer.step()
+        assert sizes == ([1] if level in CHECKED else [])
 
 
 @ranks(2)
@@ -88,11 +72,8 @@ def test_a_rank_that_raises_leaves_the_others_with_an_error_that_names_the_colle
         distributed.barrier()
         return
     before = weights_of(model)
-    with (
-        pytest.raises(amp.AmpError, match=r"rank 0 could not agree with ranks \[0, 1\] on found_inf"),
-        amp.scale_loss(loss, optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
+    with pytest.raises(amp.AmpError, match=r"rank 0 could not agree with ranks \[0, 1\] on found_inf"):
+        backward(loss, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
     distributed.barrier()
 

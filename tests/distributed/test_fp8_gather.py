@@ -21,7 +21,7 @@ from amp.casting.sharded import params_of_fsdp2
 from amp.errors import AmpRuntimeError
 from tests.distributed import models
 from tests.distributed.test_dcp import load, state_of
-from tests.distributed.test_fp8 import net, step, weights
+from tests.distributed.test_fp8 import net, step
 from tests.distributed.world import ranks, world
 from tests.fp8_models import batches, initialize
 
@@ -36,24 +36,18 @@ def sharded(**options: Any) -> Any:
 
 
 class Traffic:
-    """What is reduced by maximum, and how often weights are quantized by row."""
+    """How often weights are quantized by row, and how many bytes are gathered."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gathered = 0
         self.reduced: list[int] = []
         self.quantized = 0
-        reduce, quantize = distributed.all_reduce, Layer.quantize
-
-        def reduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("op") == distributed.ReduceOp.MAX:
-                self.reduced.append(tensor.numel())
-            return reduce(tensor, *args, **kwargs)
+        quantize = Layer.quantize
 
         def quantized(layer: Any, x: Tensor, entry: int, **kwargs: Any) -> Any:
             self.quantized += entry == WEIGHT and kwargs["by_row"]
             return quantize(layer, x, entry, **kwargs)
 
-        monkeypatch.setattr(distributed, "all_reduce", reduced)
         monkeypatch.setattr(Layer, "quantize", quantized)
 
 
@@ -63,12 +57,14 @@ def trained(level: str, fp8: Any, **options: Any) -> tuple[list[Tensor], Traffic
     optimizer = models.make_optimizer("fused" if level == "O5" else "sgd", model)
     model, optimizer = initialize(model, level, fp8, optimizer)
     found = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
+    maxima = models.all_reduces(distributed.ReduceOp.MAX)
+    with pytest.MonkeyPatch.context() as monkeypatch, maxima as reduced:
         traffic = Traffic(monkeypatch)
         for x, y in itertools.islice(batches(), 3):
             step(model, optimizer, x, y)
             found.append(model(x).detach().float())
-    found += weights(model).values()
+    traffic.reduced = reduced
+    found += models.weights_of(model).values()
     of_weights = [params_of_fsdp2(model)[layer, "weight"] for layer in (model.first, model.third)]
     traffic.gathered = sum(
         x.numel() * x.itemsize for each in of_weights for x in each.all_gather_outputs
@@ -126,7 +122,7 @@ def check_checkpoint(_: int, path: str) -> None:
                 dcp.save(state_of(model, optimizer), checkpoint_id=path)
             step(model, optimizer, x, y)
         amp.get_session().close()
-        return list(weights(model).values())
+        return list(models.weights_of(model).values())
 
     expected = run(True, goes_on=False)
     for all_gather in (True, False):

@@ -70,8 +70,7 @@ def results(model: Any, level: str, fp8: Any) -> list[dict[str, Tensor]]:
         wanted = uneven(32, WIDTH)
         optimizer.zero_grad()
         output = model(x)
-        with amp.scale_loss((output.float() * wanted).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        models.backward((output.float() * wanted).sum(), optimizer)
         tensors = {"output": output, "x": x.grad, "weight": model[0].weight.grad}
         tensors["bias"] = model[0].bias.grad
         found.append({name: whole(each).detach().clone() for name, each in tensors.items()})
@@ -157,22 +156,13 @@ def test_delayed_reduces_once_a_step_as_soon_as_amaxes_are_known(rank: int) -> N
     parallelize_module(model, mesh, {"0": ColwiseParallel(output_layouts=Replicate())})
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.01)
     model, optimizer = initialize(model, "O4", EXACT["delayed"], optimizer)
-    counts, all_reduce = [], distributed.all_reduce
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        counts[-1] += kwargs.get("op") == distributed.ReduceOp.MAX
-        return all_reduce(tensor, *args, **kwargs)
-
-    distributed.all_reduce = counted
-    try:
-        for _ in range(18):
-            counts.append(0)
+    counts = []
+    for _ in range(18):
+        with models.all_reduces(distributed.ReduceOp.MAX) as sizes:
             optimizer.zero_grad()
-            with amp.scale_loss(model(torch.randn(16, WIDTH)).square().mean(), optimizer) as loss:
-                loss.backward()
+            models.backward(model(torch.randn(16, WIDTH)).square().mean(), optimizer)
             optimizer.step()
-    finally:
-        distributed.all_reduce = all_reduce
+        counts.append(len(sizes))
     # What is cut of the first layer is its weight and its gradient, until their amaxes are known.
     assert counts == [3] * 16 + [1] * 2
     assert_equal_on_ranks([history().amaxes, factors_of(history())])

@@ -15,6 +15,7 @@ import amp
 from tests.distributed.models import (
     WRAPS,
     assert_equal_on_ranks,
+    backward,
     batches,
     data_rank,
     fsdp1,
@@ -65,18 +66,14 @@ def check_accumulates(rank: int, wrap: str, level: str) -> None:
     expected = make()
     data = list(zip(batches(*data_rank(wrap)), batches(), strict=True))
     if wrap == "ddp static":  # its first backward has to reduce
-        with amp.scale_loss(loss_of(wrapped, *data[0][0]), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_of(wrapped, *data[0][0]), optimizer)
     for _ in range(2):
         optimizer.zero_grad()
         expected.zero_grad()
         before = {name: whole(value).float().clone() for name, value in model.state_dict().items()}
         for i, (own, all_ranks) in enumerate(data):
-            with (
-                without_sync(wrapped) if i < len(data) - 1 else nullcontext(),
-                amp.scale_loss(loss_of(wrapped, *own), optimizer) as scaled_loss,
-            ):
-                scaled_loss.backward()
+            with without_sync(wrapped) if i < len(data) - 1 else nullcontext():
+                backward(loss_of(wrapped, *own), optimizer)
             loss_of(expected, *all_ranks).backward()
         optimizer.step()
         weights = {name: whole(value).float() for name, value in model.state_dict().items()}
@@ -102,16 +99,15 @@ def test_a_block_of_another_scale_between_them_is_refused(rank: int, wrap: str, 
     """Before anything is touched: the accumulated gradients can still be stepped on."""
     model, wrapped, optimizer = prepared(wrap, level, num_losses=2)
     (x, y), *_ = batches(*data_rank(wrap))
-    with without_sync(wrapped), amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    with without_sync(wrapped):
+        backward(loss_of(wrapped, x, y), optimizer)
     loss = loss_of(wrapped, x, y)
     with (
         pytest.raises(amp.AmpError, match="not reduced over the ranks.* one loss_id"),
         amp.scale_loss(loss, optimizer, loss_id=1),
     ):
         raise NotImplementedError
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, optimizer)
     optimizer.step()
     assert_equal_on_ranks(whole(value) for value in model.state_dict().values())
 
@@ -121,8 +117,8 @@ def test_a_block_of_another_scale_between_them_is_refused(rank: int, wrap: str, 
 def test_a_step_on_gradients_that_were_never_reduced_warns(rank: int, wrap: str) -> None:
     _, wrapped, optimizer = prepared(wrap, "O1")
     (x, y), *_ = batches(*data_rank(wrap))
-    with without_sync(wrapped), amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    with without_sync(wrapped):
+        backward(loss_of(wrapped, x, y), optimizer)
     with pytest.warns(amp.AmpWarning, match="not reduced over the ranks"):
         optimizer.step()
 
@@ -136,8 +132,7 @@ def test_join_is_refused_where_ranks_would_part(rank: int, level: str) -> None:
     with wrapped.join(enable=True, throw_on_early_termination=False):
         for x, y in list(batches(*data_rank("ddp")))[: 2 + 2 * rank * allowed]:
             with raises:
-                with amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss_of(wrapped, x, y), optimizer)
                 optimizer.step()
         if not allowed:
             wrapped._join_config = wrapped._join_config._replace(enable=False)
