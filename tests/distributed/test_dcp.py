@@ -20,9 +20,9 @@ from tests.distributed.models import (
     WRAPS,
     assert_equal_on_ranks,
     batches,
-    loss_of,
     make,
     make_optimizer,
+    train,
     weights_of,
 )
 from tests.distributed.world import ranks, world
@@ -49,11 +49,7 @@ def prepared(wrap: str, level: str, optimizer: str, seed: bool = False, **option
 
 def steps(wrapped: Any, optimizer: Any, first: int, last: int) -> None:
     """Train on the whole batch on every rank, so that every layout has the same gradients."""
-    for x, y in itertools.islice(batches(), first, last):
-        optimizer.zero_grad()
-        with amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+    train(wrapped, optimizer, itertools.islice(batches(), first, last))
 
 
 def state_of(wrapped: Any, optimizer: Any) -> dict[str, Any]:
@@ -67,12 +63,6 @@ def load(path: str, wrapped: Any, optimizer: Any) -> None:
     amp.set_state_dict(
         wrapped, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-
-
-def finish() -> tuple[float, None]:
-    scale = amp.loss_scale()
-    amp.get_session().close()
-    return scale, None
 
 
 def save_half(rank: int, path: str, wrap: str, level: str, optimizer: str, is_async: bool) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 import amp
 from amp.numerics.memory import footprint
 from amp.optimizers import FusedAdam
-from tests.distributed.models import mesh
+from tests.distributed.models import backward, mesh
 from tests.distributed.world import ranks, world
 from tests.levels import DYNAMIC
 
@@ -49,8 +49,7 @@ def check(rank: int, level: str, optimizer: str, options: dict[str, Any]) -> Non
     model, made = amp.initialize(model, made, opt_level=level, verbosity=0, **scaling, **options)
     for _ in range(2):
         made.zero_grad()
-        with amp.scale_loss(model(torch.randn(4, WIDTH)).square().mean(), made) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.randn(4, WIDTH)).square().mean(), made)
         before: dict[str, list[Tensor]] = {
             "weights": list(model.parameters()),
             "gradients": [parameter.grad for parameter in model.parameters()],
@@ -99,8 +98,7 @@ def trained(moves: bool) -> list[Tensor]:
     masters: list[Any] = list(amp.master_params(optimizer))
     left = []
     for step in range(3):
-        with amp.scale_loss(model(torch.ones(2, WIDTH)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
         for tensor in (*weights, *masters) if moves and step == 2 else ():
             old = tensor._local_tensor.detach()
             tensor._local_tensor = old.clone()

@@ -14,6 +14,7 @@ from tests.distributed.models import (
     SIZES,
     WRAPS,
     assert_equal_on_ranks,
+    backward,
     batches,
     loss_of,
     make,
@@ -37,8 +38,7 @@ def trained(model: Any, optimizer: str, level: str, steps: int) -> dict[str, Ten
     model, made = amp.initialize(model, made, opt_level=level, verbosity=0)
     for _, (x, y) in zip(range(steps), batches(), strict=False):
         made.zero_grad()
-        with amp.scale_loss(loss_of(model, x, y), made) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_of(model, x, y), made)
         if "clipped" in optimizer:
             masters = list(amp.master_params(made))
             clip_grad_norm_(masters, 0.1)

@@ -18,7 +18,7 @@ import amp
 from amp import dcp
 from amp.kernels.tensor_lists import local
 from amp.optimizers import FusedAdam
-from tests.distributed.models import initialize, mesh, shard, whole
+from tests.distributed.models import both, initialize, mesh, shard, whole
 from tests.distributed.world import ranks, world
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,17 +41,12 @@ def tensor_parallel(model: Any, on: Any = None) -> Any:
     return parallelize_module(model, on or mesh("tensor"), plan)
 
 
-def around_tensor_parallel(model: Any) -> Any:
-    grid = mesh("data", "tensor")
-    return shard(tensor_parallel(model, grid["tensor"]), grid["data"])
-
-
 WRAPS: dict[str, Any] = {
     "ddp": DistributedDataParallel,
     "fsdp2": shard,
     "hsdp": lambda model: shard(model, mesh("copies", "data")),
     "tp": tensor_parallel,
-    "fsdp2+tp": around_tensor_parallel,
+    "fsdp2+tp": both(tensor_parallel),
 }
 
 

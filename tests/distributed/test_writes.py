@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import amp
 from tests.distributed.models import (
     assert_equal_on_ranks,
+    backward,
     batches,
     data_rank,
     initialize,
@@ -96,11 +97,7 @@ def trained(kind: str, level: str | None, optimizer: str, write: Any, traced: bo
     for i, (x, y) in enumerate(batches(*data_rank(kind))):
         opt.zero_grad()
         loss = loss_of(called, x, y)
-        if level is None:
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, opt) as scaled_loss:
-                scaled_loss.backward()
+        loss.backward() if level is None else backward(loss, opt)
         is_between = i % 2 or write is broadcast_entries
         if is_between:
             write(model, traced)
