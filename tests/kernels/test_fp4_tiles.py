@@ -16,11 +16,6 @@ from tests.covering import covering
 from tests.kernels.operands import INPUTS, SOURCES, assert_same_bits, assert_same_operands, both_of
 from tests.kernels.test_quantize_fp4 import GRANULARITIES, draw_of
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
-
 
 @pytest.fixture(autouse=True)
 def with_passes(monkeypatch: pytest.MonkeyPatch) -> None:

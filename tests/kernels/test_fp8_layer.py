@@ -11,10 +11,7 @@ from torch import Tensor, nn
 
 import amp
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-]
+pytestmark = pytest.mark.triton
 
 Write = Callable[[Tensor], object]
 WRITES: dict[str, Write] = {

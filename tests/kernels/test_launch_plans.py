@@ -31,12 +31,6 @@ from tests.kernels.operations import OPERATIONS, run
 from tests.models import waiting_is_an_error
 from tests.processes import run_python
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
-
-
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 
 

@@ -26,8 +26,6 @@ SIZES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (63,), (33, 65), (BL
 WRITTEN = (1.5, math.nan, math.inf, -math.inf, 0.0, -0.0, 2.0**-24, -3.0)
 EVERY_PATTERN = torch.arange(2**16).to(torch.int16)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy interprets
-
 
 @pytest.fixture
 def with_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,11 +42,7 @@ SIZES: tuple[tuple[int, ...], ...] = (
 )
 BAD = (math.inf, -math.inf, math.nan)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # torch 2.11
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11
 
 
 def random_like_gradients(

@@ -41,11 +41,6 @@ LARGEST = {dtype: torch.finfo(dtype).max for dtype in DTYPES}
 NAMES = {E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "1x128", "128x128", "1x32")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
-
 
 def heavy_tailed(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(shape) * torch.exp(3 * torch.randn(shape))).to(dtype)

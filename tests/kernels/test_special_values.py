@@ -17,11 +17,6 @@ from amp.kernels.novograd import NOVOGRAD
 from amp.optimizers import FusedNovoGrad
 from tests.kernels.formulas import CASES, Case, made
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
-
 INF, NAN, LARGEST, SUBNORMAL = math.inf, math.nan, torch.finfo(torch.float32).max, 2.0**-140
 VALUES = (0.0, -0.0, INF, -INF, NAN, SUBNORMAL, LARGEST, -LARGEST, 1.0, -0.5)
 FEW = (0.0, -INF, NAN, LARGEST, -0.5)

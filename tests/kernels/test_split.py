@@ -12,7 +12,6 @@ from amp.kernels.language import INTERPRETED
 from amp.kernels.split import Kind, decode, encode, join, low_dtype, split
 
 F16, BF16 = torch.float16, torch.bfloat16
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy interprets
 ALL_LOW_BITS = torch.arange(2**16)
 TINY, HUGE = 2.0**-16, 65792.0 - 2.0**-7
 

@@ -31,11 +31,6 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in (F16, BF16)}
 SHAPES = ((), (0,), (7,), (33, 65), (2048 + 9,))
 STEPS = 4 if INTERPRETED else 300
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
-
 
 def adam(**changes: Any) -> Any:
     return numbers_of(ADAM, **changes)
