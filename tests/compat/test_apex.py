@@ -15,7 +15,6 @@ import pickle
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -245,12 +244,7 @@ def test_nothing_to_run_and_parts_that_are_not_here(tmp_path: Path) -> None:
     assert run("nowhere.py", status=2).stderr == "reamp: there is no file 'nowhere.py'\n"
     script = tmp_path / "script.py"
     script.write_text("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss")
-    assert (
-        "ModuleNotFoundError: 'apex.contrib.xentropy' is a part of apex that reamp does not have; use "
-        "torch.nn.functional.cross_entropy instead" in run(script, status=1).stderr
-    )
-    script.write_text("import sys; sys.exit(3)")
-    run(script, status=3)
+    assert "ModuleNotFoundError: 'apex.contrib.xentropy' is a part" in run(script, status=1).stderr
     script.write_text("from apex import amp\namp.initialize(1)")
     error = run(script, status=1).stderr
     assert "amp.initialize(1)" in error  # the traceback of the script
@@ -262,13 +256,6 @@ def test_a_real_apex_stays_out_of_what_is_run(tmp_path: Path) -> None:
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('real')")
     (tmp_path / "script.py").write_text("import apex.amp; print(apex.amp.scale_loss.__module__)")
     assert run(tmp_path / "script.py").stdout == "amp.frontend\n"
-
-
-@pytest.fixture
-def apex() -> Iterator[ModuleType]:
-    compat.install()
-    yield importlib.import_module("apex")
-    compat.uninstall()
 
 
 def test_it_is_not_there_unless_it_is_asked_for() -> None:
@@ -322,31 +309,36 @@ def test_the_state_is_that_of_the_session(apex: Any) -> None:
     assert [master() for master in masters] == [None, None]
 
 
-def test_missing_parts_say_what_to_use(apex: Any) -> None:
-    for statement, message in (
-        ("from apex import pyprof", "'apex.pyprof' .* use torch.profiler instead"),
-        ("from apex.optimizers import FusedMixedPrecisionLamb", "use amp.optimizers.FusedLAMB at O2"),
-        ("import apex.RNN", "use torch.nn.RNN, LSTM and GRU instead"),
-        (
-            "from apex.amp import scale_los",
-            "'apex.amp.scale_los' is a part of apex that reamp does not",
+@pytest.mark.parametrize(
+    ("part", "message"),
+    {
+        "apex.pyprof": "'apex.pyprof' .* use torch.profiler instead",
+        "apex.optimizers.FusedMixedPrecisionLamb": "use amp.optimizers.FusedLAMB at O2",
+        "apex.amp.scale_los": "'apex.amp.scale_los' is a part of apex that reamp does not",
+        "apex.contrib.sparsity.ASP": "use torch.ao.pruning.WeightNormSparsifier",
+        "apex.contrib.xentropy.SoftmaxCrossEntropyLoss": "use torch.nn.functional.cross_entropy",
+        "apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam": (
+            "use amp.optimizers.FusedAdam with a model that torch.distributed.fsdp.fully_shard"
         ),
-        ("from apex.contrib.sparsity import ASP", "use torch.ao.pruning.WeightNormSparsifier"),
-        (
-            "from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam",
-            "use amp.optimizers.FusedAdam with a model that torch.distributed.fsdp.fully_shard",
+        "apex.contrib.optimizers.DistributedFusedAdam": "use amp.optimizers.FusedAdam",
+        "apex.contrib.optimizers.distributed_fused_lamb.DistributedFusedLAMB": (
+            "use amp.optimizers.FusedLAMB with a model"
         ),
-        ("from apex.contrib.optimizers import DistributedFusedAdam", "use amp.optimizers.FusedAdam"),
-        (
-            "from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB",
-            "use amp.optimizers.FusedLAMB with a model",
-        ),
-        ("from amp_C import multi_tensor_lamb_stage1_cuda", "use amp_C.multi_tensor_lamb, which does"),
-        ("from amp_C import multi_tensor_lamb_stage2_cuda", "use amp_C.multi_tensor_lamb, which does"),
-        ("from apex.amp import rnn_compat", "use torch.nn.RNN, LSTM and GRU, whose inputs amp casts"),
-    ):
-        with pytest.raises(ImportError, match=message):
-            exec(statement)
+        "amp_C.multi_tensor_lamb_stage1_cuda": "use amp_C.multi_tensor_lamb, which does",
+        "amp_C.multi_tensor_lamb_stage2_cuda": "use amp_C.multi_tensor_lamb, which does",
+        "amp_C.multi_tensor_novograd": "use amp.optimizers.FusedNovoGrad instead",
+        "apex.amp.rnn_compat": "use torch.nn.RNN, LSTM and GRU, whose inputs amp casts",
+        "apex.parallel.distributed.split_half_float_double": "use torch.distributed inst",
+        "apex.normalization.fused_layer_norm.Other": "torch.nn.functional.layer_norm",
+    }.items(),
+)
+def test_missing_parts_say_what_to_use(apex: Any, part: str, message: str) -> None:
+    module, _, name = part.rpartition(".")
+    with pytest.raises(ImportError, match=message):
+        exec(f"from {module} import {name}")
+    if name == "pyprof":
+        with pytest.raises(ImportError, match="use torch.nn.RNN, LSTM and GRU instead"):
+            importlib.import_module("apex.RNN")
 
 
 def test_a_loss_scaler_of_its_own(apex: Any) -> None:
@@ -795,13 +787,6 @@ def test_what_tells_whether_apex_is_there(apex: Any) -> None:
     with pytest.raises(AttributeError, match="'apex.RNN' .* use torch.nn.RNN, LSTM and GRU"):
         _ = apex.RNN
     assert getattr(apex.parallel, "nothing", None) is None
-    for statement, message in (
-        ("from amp_C import multi_tensor_novograd", "use amp.optimizers.FusedNovoGrad instead"),
-        ("from apex.parallel.distributed import split_half_float_double", "use torch.distributed inst"),
-        ("from apex.normalization.fused_layer_norm import Other", "torch.nn.functional.layer_norm"),
-    ):
-        with pytest.raises(ImportError, match=message):
-            exec(statement)
     compat.uninstall()
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("apex")
