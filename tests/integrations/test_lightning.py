@@ -334,23 +334,17 @@ def test_pytorch_lightning_has_it_too() -> None:
         from tests.integrations import importing
         import warnings; warnings.simplefilter("ignore")
         import torch, pytorch_lightning as pl
-        from torch import nn
+        from pytorch_lightning.demos.boring_classes import BoringModel
         from amp.integrations.pytorch_lightning import AmpPrecision
-        class Model(pl.LightningModule):
-            def __init__(self):
-                super().__init__(); self.net = nn.Linear(4, 2)
-            def training_step(self, x, i):
-                assert self.net.weight.dtype is torch.float16
-                return self.net(x).square().mean()
-            def configure_optimizers(self):
-                return torch.optim.SGD(self.parameters(), lr=0.1)
-        model = Model()
-        before = model.net.weight.clone()
-        trainer = pl.Trainer(accelerator="cpu", max_epochs=1, plugins=[AmpPrecision("O2")],
+        model, seen = BoringModel(), set()
+        before = model.layer.weight.clone()
+        model.layer.register_forward_pre_hook(lambda layer, _: seen.add(layer.weight.dtype))
+        trainer = pl.Trainer(accelerator="cpu", max_steps=2, plugins=[AmpPrecision("O2", loss_scale=8.0)],
             logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False)
-        trainer.fit(model, torch.utils.data.DataLoader(torch.randn(8, 4), 4))
-        assert model.net.weight.dtype is torch.float32 and not torch.equal(model.net.weight, before)
+            enable_model_summary=False, limit_val_batches=0)
+        trainer.fit(model)
+        assert seen == {torch.float16} and model.layer.weight.dtype is torch.float32
+        assert not torch.equal(model.layer.weight, before)
     """
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr

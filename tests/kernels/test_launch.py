@@ -46,34 +46,19 @@ from tests.nodevice import NoDevice
 
 pytestmark = pytest.mark.slow
 
-KERNELS = (
-    axpby.axpby_kernel,
-    l2norm.norms_kernel,
-    l2norm.squares_kernel,
-    master_copy.copy_kernel,
-    master_copy.merge_kernel,
-    moments.pack_kernel,
-    moments.unpack_kernel,
-    split.join_kernel,
-    split.split_kernel,
-    stepping.step_kernel,
-    unscale.check_kernel,
-    unscale.unscale_kernel,
-    update_scale.update_kernel,
-)
+
+def kernels_in(*modules: Any) -> list[Any]:
+    """Return the kernels that are defined in modules."""
+    return [
+        kernel
+        for module in modules
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel") and kernel.fn.__module__ == module.__name__
+    ]
 
 
-QUANTIZING = (
-    quantize_tiles.amax_kernel,
-    quantize_tiles.amaxes_kernel,
-    quantize_tiles.groups_kernel,
-    quantize_tiles.rows_kernel,
-    quantize_tiles.scale_kernel,
-    quantize_tiles.squares_kernel,
-    quantize_tiles.tensor_kernel,
-)
-
-QUANTIZING_FP4 = (fp4_tiles.amaxes_kernel, fp4_tiles.blocks_kernel)
+KERNELS = kernels_in(axpby, l2norm, master_copy, moments, split, stepping, unscale, update_scale)
+QUANTIZING, QUANTIZING_FP4 = kernels_in(quantize_tiles), kernels_in(fp4_tiles)
 
 
 @pytest.fixture
