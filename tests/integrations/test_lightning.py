@@ -339,9 +339,9 @@ def test_pytorch_lightning_has_it_too() -> None:
         model, seen = BoringModel(), set()
         before = model.layer.weight.clone()
         model.layer.register_forward_pre_hook(lambda layer, _: seen.add(layer.weight.dtype))
-        trainer = pl.Trainer(accelerator="cpu", max_steps=2, plugins=[AmpPrecision("O2", loss_scale=8.0)],
-            logger=False, enable_checkpointing=False, enable_progress_bar=False,
-            enable_model_summary=False, limit_val_batches=0)
+        trainer = pl.Trainer(accelerator="cpu", max_steps=2,
+            plugins=[AmpPrecision("O2", loss_scale=8.0)], logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0)
         trainer.fit(model)
         assert seen == {torch.float16} and model.layer.weight.dtype is torch.float32
         assert not torch.equal(model.layer.weight, before)
