@@ -30,7 +30,7 @@ from tests.distributed.models import (
     train,
     weights_of,
 )
-from tests.distributed.world import Backend, ranks, world
+from tests.distributed.world import ranks
 from tests.levels import CHECKED, LEVELS
 
 
@@ -92,11 +92,13 @@ def test_ranks_that_are_seeded_apart_round_alike(rank: int) -> None:
     assert_equal_on_ranks(state["exp_avg_sq"] for state in optimizer.state.values())
 
 
-def check_rounding_of_shards(rank: int, wrap: str) -> None:
+@ranks(SIZES)
+@pytest.mark.parametrize("wrap", ["fsdp2", "hsdp"])
+def test_shards_round_apart_and_copies_alike(rank: int, wrap: str) -> None:
     """Equal numbers in two shards are rounded apart, and those in two copies alike."""
     on = mesh("copies", "data") if wrap == "hsdp" else mesh("data")
     size = on.size(on.ndim - 1)
-    placements: Any = [CutAlong(0)] if on.ndim == 1 else [*WHOLE, CutAlong(0)]
+    placements: Any = [CutAlong(0)] if on.ndim == 1 else [Replicate(), CutAlong(0)]
     weight = nn.Parameter(distribute_tensor(torch.ones(64 * size), on, placements))
     optimizer = FusedAdam([weight], lr=0.01, state_dtype=torch.bfloat16)
     for step in range(3):
@@ -110,8 +112,12 @@ def check_rounding_of_shards(rank: int, wrap: str) -> None:
     assert_equal_on_ranks([moment.full_tensor()])
 
 
-def check_compressed(rank: int, level: str, hook: str) -> None:
-    """A hook that sends gradients in 16 bits."""
+@ranks(2)
+@pytest.mark.parametrize("hook", ["fp16_compress_hook", *on_gpu("bf16_compress_hook")])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_may_be_sent_in_16_bits(rank: int, level: str, hook: str) -> None:
+    if hook == "bf16_compress_hook" and distributed.get_backend() != "nccl":
+        return  # torch has it for NCCL alone
     model = make()
     optimizer = FusedSGD(model.parameters(), lr=0.2, momentum=0.5)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -129,19 +135,3 @@ def check_compressed(rank: int, level: str, hook: str) -> None:
     train(plain, optimizer, batches())
     for name, value in weights_of(plain).items():
         assert (weights[name] - value).norm() < 0.1 * (value - start[name]).norm()
-
-
-WHOLE: Any = [Replicate()]
-
-
-@pytest.mark.parametrize(("wrap", "size"), [("fsdp2", 2), ("hsdp", 4)])
-def test_shards_round_apart_and_copies_alike(wrap: str, size: int) -> None:
-    world(size).run(check_rounding_of_shards, wrap)
-
-
-@pytest.mark.parametrize("hook", ["fp16_compress_hook", *on_gpu("bf16_compress_hook")])
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_may_be_sent_in_16_bits(level: str, hook: str) -> None:
-    if hook == "bf16_compress_hook" and Backend.name != "nccl":
-        pytest.skip("torch has it for NCCL alone")
-    world(2).run(check_compressed, level, hook)

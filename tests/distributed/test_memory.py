@@ -19,7 +19,7 @@ import amp
 from amp.numerics.memory import footprint
 from amp.optimizers import FusedAdam
 from tests.distributed.models import backward, mesh
-from tests.distributed.world import ranks, world
+from tests.distributed.world import ranks
 from tests.levels import DYNAMIC
 
 WIDTH = 32
@@ -38,7 +38,19 @@ def network() -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
 
 
-def check(rank: int, level: str, optimizer: str, options: dict[str, Any]) -> None:
+@ranks({2: 2, 4: 4})
+@pytest.mark.parametrize(
+    ("level", "optimizer", "options"),
+    [
+        *(("O0", "adamw", {}), ("O1", "adamw", {}), ("O2", "adamw", {}), ("O3", "fusedadam", {})),
+        *(("O5", "adamw", {}), ("O5", "fusedadam", {})),
+        ("O5", "fusedadam", {"state_dtype": "bfloat16"}),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_keeps_what_footprint_says(
+    rank: int, size: int, level: str, optimizer: str, options: dict[str, Any]
+) -> None:
     model: Any = network()
     for layer in model:
         fully_shard(layer, mesh=mesh("data"))
@@ -68,21 +80,6 @@ def check(rank: int, level: str, optimizer: str, options: dict[str, Any]) -> Non
     if level in ("O2", "O5") and not options:
         after_zero_grad = counted["weights"] + counted["state"]
         assert abs(after_zero_grad - 12 * parameters / ranks) <= steps
-
-
-@pytest.mark.parametrize(
-    ("level", "optimizer", "options"),
-    [
-        *(("O0", "adamw", {}), ("O1", "adamw", {}), ("O2", "adamw", {}), ("O3", "fusedadam", {})),
-        *(("O5", "adamw", {}), ("O5", "fusedadam", {})),
-        ("O5", "fusedadam", {"state_dtype": "bfloat16"}),
-    ],
-)
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_keeps_what_footprint_says(
-    size: int, level: str, optimizer: str, options: dict[str, Any]
-) -> None:
-    world(size).run(check, level, optimizer, options)
 
 
 def trained(moves: bool) -> list[Tensor]:

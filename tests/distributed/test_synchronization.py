@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from tests.distributed.models import (
+    SIZES,
     WRAPS,
     assert_equal_on_ranks,
     backward,
@@ -23,7 +25,7 @@ from tests.distributed.models import (
     make,
     whole,
 )
-from tests.distributed.world import ranks, world
+from tests.distributed.world import ranks
 from tests.levels import DYNAMIC, LEVELS, WITH_MASTERS
 
 FSDP1_LEVELS = [level for level in LEVELS if level in ("O0", "O1", "O4")]
@@ -59,7 +61,17 @@ def without_sync(wrapped: Any) -> AbstractContextManager[Any]:
     return wrapped.no_sync() if hasattr(wrapped, "no_sync") else not_synced(wrapped)
 
 
-def check_accumulates(rank: int, wrap: str, level: str) -> None:
+@ranks({**SIZES, "ddp views": 2, "ddp static": 2})
+@pytest.mark.parametrize(
+    ("wrap", "level"),
+    [
+        *itertools.product(["ddp", "ddp views", "ddp static", "fsdp2", "hsdp"], LEVELS),
+        *(("fsdp1", level) for level in FSDP1_LEVELS),
+    ],
+)
+def test_micro_batches_that_are_not_reduced_add_up_without_delay_unscale(
+    rank: int, wrap: str, level: str
+) -> None:
     """One step of size 1 on the sum of all batches moves the weights by minus that sum."""
     scaling = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
     model, wrapped, optimizer = prepared(wrap, level, **scaling)
@@ -137,20 +149,3 @@ def test_join_is_refused_where_ranks_would_part(rank: int, level: str) -> None:
         if not allowed:
             wrapped._join_config = wrapped._join_config._replace(enable=False)
             distributed.barrier()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("wrap", ["ddp", "ddp views", "ddp static", "fsdp2"])
-def test_micro_batches_that_are_not_reduced_add_up_without_delay_unscale(wrap: str, level: str) -> None:
-    world(2).run(check_accumulates, wrap, level)
-
-
-@pytest.mark.parametrize("level", FSDP1_LEVELS)
-def test_so_they_do_under_the_first_fsdp(level: str) -> None:
-    world(2).run(check_accumulates, "fsdp1", level)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.slow
-def test_so_they_do_under_hsdp(level: str) -> None:
-    world(4).run(check_accumulates, "hsdp", level)
