@@ -90,17 +90,6 @@ def test_processes_that_a_script_spawns() -> None:
     assert run(SCRIPTS / "spawn.py").stdout == "trained\n"
 
 
-def test_a_gan_with_three_scales() -> None:
-    assert run(SCRIPTS / "gan.py").stdout.startswith("['loss_scaler0', 'loss_scaler1', 'loss_scaler2'")
-
-
-def test_a_language_model_of_fp16_utils() -> None:
-    lines = run(SCRIPTS / "language.py").stdout.splitlines()
-    losses = [float(line.split()[0]) for line in lines]
-    assert losses[-1] < losses[0]
-    assert all(line.endswith("1024.0 False") for line in lines)
-
-
 @pytest.mark.parametrize("options", [["--fp16"], ["--fp16", "--loss_scale", "128"], []])
 def test_finetuning_with_the_first_fp16_optimizer(options: list[str]) -> None:
     lines = run(SCRIPTS / "pretrained.py", *options).stdout.splitlines()
@@ -158,7 +147,7 @@ OPTIONS = (
     ("attack", "options"),
     [
         pytest.param(attack, options, marks=() if i == j else pytest.mark.slow)
-        for i, attack in enumerate(("fgsm", "free", "penalty"))
+        for i, attack in enumerate(("fgsm", "penalty"))
         for j, options in enumerate(OPTIONS)
     ],
 )
@@ -270,6 +259,10 @@ def test_names_are_ours(apex: Any) -> None:
         assert getattr(apex.amp, name) is getattr(amp, name)
     assert apex.optimizers.FusedAdam is FusedAdam
     assert apex.fp16_utils.FP16_Optimizer is importlib.import_module("amp.fp16_utils").FP16_Optimizer
+    names: dict[str, Any] = {}
+    exec("from apex.fp16_utils import *", names)
+    assert names["FP16_Optimizer"] is apex.fp16_utils.FP16_Optimizer
+    assert names["network_to_half"] is apex.fp16_utils.network_to_half
     for name in ("LARC", "_amp_state"):  # names of a module, and of what is in it
         for parent in ("apex.parallel", "apex.amp"):
             if hasattr(importlib.import_module(parent), name):

@@ -15,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from amp.casting import fp8_linear
-from amp.profiles.fp8_recipe import FP4
 from tests import fp8_models
 from tests.distributed.models import all_reduces, assert_equal_on_ranks, backward, weights_of
 from tests.distributed.world import ranks
-from tests.fp8_models import RECIPE_NAMES, batches, factors_of, history, initialize
+from tests.fp8_models import batches, factors_of, history, initialize
 
 RANKS = 2
 
@@ -52,39 +51,6 @@ def wrapped(wrap: str, level: str, fp8: Any, **more: Any) -> tuple[Any, Any]:
         model, level, fp8, torch.optim.SGD(model.parameters(), lr=0.05), **more
     )
     return (DistributedDataParallel(model) if wrap == "ddp" else model), optimizer
-
-
-FEW = [("fsdp2", "O5", "current"), ("fsdp2", "O4", "delayed"), ("ddp", "O5", "block")]
-ALL = itertools.product(("ddp", "fsdp2"), ("O4", "O5"), RECIPE_NAMES)
-
-
-@ranks(RANKS)
-@pytest.mark.parametrize(
-    ("wrap", "level", "recipe"),
-    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FEW)],
-)
-def test_ranks_train_as_one_process(rank: int, wrap: str, level: str, recipe: str) -> None:
-    """Every rank has the whole batch, so the gradients are those of one process."""
-    data = list(itertools.islice(batches(), 3))
-    # Ranks draw different bits, so that the noise of their gradients is independent.
-    rounding = {"stochastic_rounding": False} if recipe in FP4 else {}
-    fp8 = {"recipe": recipe, **rounding}
-    plain = net()
-    plain, optimizer = initialize(plain, level, fp8, torch.optim.SGD(plain.parameters(), lr=0.05))
-    start = weights_of(net())
-    for x, y in data:
-        step(plain, optimizer, x, y)
-    expected = weights_of(plain)
-    amp.get_session().close()
-    model, optimizer = wrapped(wrap, level, fp8)
-    for x, y in data:
-        step(model, optimizer, x, y)
-    for name, value in weights_of(model).items():
-        moved = (expected[name] - start[name]).norm()
-        assert moved > 0
-        error = ((value - expected[name]).norm() / moved).item()
-        assert error <= 0.02, (name, error)
-    assert_equal_on_ranks(list(weights_of(model).values()))
 
 
 @ranks(RANKS)

@@ -52,23 +52,15 @@ def test_every_backend_gives_the_bytes_of_plain_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = INPUTS[name].to(source)[: 96 if granularity == "16x16" else 83]
-    draw = DRAW if draws else None
-    found, plain = both(x, device, granularity, hadamard=hadamard and granularity != "16x16", draw=draw)
+    options = {"hadamard": hadamard and granularity != "16x16", "draw": DRAW if draws else None}
+    for alone in ({"by_column": False}, {"by_row": False}):
+        assert_same_operands(*both(x, device, granularity, **options, **alone))
+    found, plain = both(x, device, granularity, **options)
     assert_same_operands(found, plain)
     numbers = list(map(dequantize, both_of(found)))
     monkeypatch.setenv("AMP_KERNELS", "reference")  # products have no argument for it
     for one, other in zip(numbers, map(dequantize, both_of(plain)), strict=True):
         assert_same_bits(one, other)
-
-
-@pytest.mark.parametrize(("by_row", "by_column"), [(True, False), (False, True)])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_one_result_alone_is_the_same(
-    by_row: bool, by_column: bool, granularity: Any, device: torch.device
-) -> None:
-    options = {"by_row": by_row, "by_column": by_column, "hadamard": granularity != "16x16"}
-    x = INPUTS["tails"].bfloat16()[:64]
-    assert_same_operands(*both(x, device, granularity, draw=DRAW, **options))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (17, 160), (65, 32), (40, 48)])
