@@ -141,9 +141,7 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 FSDP1: dict[str, Callable[[Any], Any]] = {
     "fsdp1": lambda model: fsdp1(model),
     "fsdp1 hybrid": lambda model: fsdp1(
-        model,
-        device_mesh=mesh("first", "second"),
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        model, device_mesh=mesh("first", "second"), sharding_strategy=ShardingStrategy.HYBRID_SHARD
     ),
     "fsdp1+tp": lambda model: fsdp1(
         parallelize(model, mesh("first", "second")["second"]),

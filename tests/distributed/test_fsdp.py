@@ -7,11 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import (
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 import amp
 from amp.optimizers import FusedAdam, FusedLAMB

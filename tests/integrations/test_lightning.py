@@ -27,15 +27,7 @@ from tests.integrations.comparing import (
     same_bits,
     weights,
 )
-from tests.integrations.lightning_models import (
-    QUIET,
-    Classifier,
-    L,
-    batches,
-    fit,
-    loader,
-    plugins,
-)
+from tests.integrations.lightning_models import QUIET, Classifier, L, batches, fit, loader, plugins
 from tests.processes import run_python
 
 pytestmark = [

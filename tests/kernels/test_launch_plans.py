@@ -16,15 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import (
-    backend,
-    l2norm,
-    language,
-    launch_plans,
-    master_copy,
-    unscale,
-    update_scale,
-)
+from amp.kernels import backend, l2norm, language, launch_plans, master_copy, unscale, update_scale
 from amp.kernels.language import launch
 from tests.devices import GPU
 from tests.kernels.operations import OPERATIONS, run
@@ -129,6 +121,13 @@ def test_tables_are_sent_again_only_for_other_addresses(uploads: list[Tensor]) -
     assert all(torch.equal(x, torch.full_like(x, 0.5**2)) for x in b)
 
 
+def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets each plan that is made from now on."""
+    made, make = list[Any](), launch_plans._make_plan
+    monkeypatch.setattr(launch_plans, "_make_plan", lambda *args: made.append(make(*args)) or made[-1])
+    return made
+
+
 @pytest.mark.triton
 def test_lists_that_differ_in_their_addresses_alone_take_one_plan(
     monkeypatch: pytest.MonkeyPatch,
@@ -137,10 +136,7 @@ def test_lists_that_differ_in_their_addresses_alone_take_one_plan(
     flat = torch.ones(6, 6, device=DEVICE)
     mixed = [torch.ones(0, device=DEVICE), *ones(2), *ones(3, torch.float16), *ones(2)]
     kinds: list[list[Tensor]] = [ones(5), ones(4), ones(5, torch.float16), [flat], mixed]
-    made = []
-    make = launch_plans._make_plan
-    monkeypatch.setattr(launch_plans, "_make_plan", lambda *args: made.append(1) or make(*args))
-    kept = []
+    kept, made = [], plans_made(monkeypatch)
     for at, inf in ((0, False), (1, True), (2, False), (0, True)):
         for like in kinds:
             tensors = [torch.empty_like(t).fill_(1.0) for t in like]
@@ -193,9 +189,7 @@ def test_gradients_that_move_with_each_step_take_one_plan_without_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the CPU an allocator hands out other addresses each time, and no table holds them."""
-    kept, made = [], []
-    make = launch_plans._make_plan
-    monkeypatch.setattr(launch_plans, "_make_plan", lambda *args: made.append(1) or make(*args))
+    kept, made = [], plans_made(monkeypatch)
     for _ in range(5):
         kept.append([torch.ones(3), torch.ones(4, 4).half()])
         unscale.unscale(kept[-1], kept[-1], torch.tensor([0.5]), None, backend="reference")

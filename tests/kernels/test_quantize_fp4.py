@@ -275,10 +275,7 @@ def kinds() -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     torch.manual_seed(0)
     x, weight, grad = torch.randn(256, 1024), torch.randn(128, 1024) * 0.02, torch.randn(256, 128)
     outliers = x * torch.where(torch.arange(1024) % 100 == 0, 30.0, 1.0)
-    return {
-        "normal": (x, weight, grad),
-        "outliers": (outliers, weight, grad),
-    }
+    return {"normal": (x, weight, grad), "outliers": (outliers, weight, grad)}
 
 
 @pytest.mark.parametrize(
