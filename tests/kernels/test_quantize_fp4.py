@@ -302,15 +302,7 @@ def test_decibels_of_the_three_products(kind: str, recipe: str, expected: Any) -
         assert decibels(scaled_mm(a, b, torch.float32), exact) == pytest.approx(expects, abs=0.6)
 
 
-def test_what_tensor_cores_refuse_is_refused_here() -> None:
-    good, short, of_mx = [
-        rows_of(quantize_fp4(torch.randn(rows, 64), by, by_column=False))  # type: ignore[arg-type]
-        for rows, by in ((32, "1x16"), (8, "1x16"), (32, "1x32"))
-    ]
-    with pytest.raises(ValueError, match="rows of b a multiple of 16"):
-        scaled_mm(good, short, torch.float32)
-    with pytest.raises(ValueError, match="scales can be"):
-        scaled_mm(good, of_mx, torch.float32)
+def test_what_tensor_cores_would_refuse_is_refused() -> None:
     with pytest.raises(ValueError, match="rows of a multiple of 32"):
         quantize_fp4(torch.randn(32, 48), "1x16")
     with pytest.raises(ValueError, match="both dimensions of a multiple of 32"):

@@ -261,46 +261,45 @@ def test_gfx942_gets_the_same_values_in_its_own_formats(dtype: torch.dtype) -> N
     assert torch.equal(other.values.float() * other.inverse, every.float())
 
 
-REFUSALS: dict[str, tuple[Any, Any, torch.dtype, str]] = {
-    "different scales": (("tensor", E4M3), ("row", E4M3), torch.float32, "scales can be"),
-    "two E5M2": (("tensor", E5M2), ("tensor", E5M2), torch.float32, "and b float8_e4m3fn"),
-    "E5M2 as b": (("row", E4M3), ("row", E5M2), torch.float32, "and b float8_e4m3fn"),
-    "out in FP64": (("tensor", E4M3), ("tensor", E4M3), torch.float64, "out_dtype=torch.float64"),
-}
+def fp8(*shape: int) -> Operand:
+    return by_tensor(torch.ones(shape).to(E4M3))
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_what_tensor_cores_refuse_is_refused_on_a_cpu(name: str) -> None:
-    (of_a, dtype_a), (of_b, dtype_b), out_dtype, text = REFUSALS[name]
-    a, b = operand(16, 256, of_a, dtype_a), operand(32, 256, of_b, dtype_b)
-    with pytest.raises(ValueError, match=text):
-        scaled_mm(a, b, out_dtype)
+def by_tensor(values: Tensor) -> Operand:
+    return Operand(values, torch.ones(()), "tensor")
 
 
-def fp8(*shape: int) -> Tensor:
-    return torch.ones(shape).to(E4M3)
+BY_ROW = Operand(fp8(16, 32).values, torch.ones(16), "row")
+BF16, F32 = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "text"),
+    ("a", "b", "out_dtype", "text"),
     [
-        (fp8(16, 24), fp8(16, 24), "multiple of 16"),
-        (fp8(16, 32), fp8(15, 32), "rows of b a multiple of 16"),
-        (fp8(16, 32), fp8(16, 48), "rows of one length"),
-        (fp8(32, 16).t(), fp8(16, 32), "must be contiguous"),
-        (torch.ones(16, 32), fp8(16, 32), "a must be float8_e4m3fn"),
+        (operand(16, 256, "tensor"), operand(32, 256, "row"), F32, "scales can be"),
+        (
+            operand(16, 256, "tensor", E5M2),
+            operand(32, 256, "tensor", E5M2),
+            F32,
+            "and b float8_e4m3fn",
+        ),
+        (operand(16, 256, "row"), operand(32, 256, "row", E5M2), F32, "and b float8_e4m3fn"),
+        (operand(32, 64, "1x16", FP4), operand(32, 64, "1x32", FP4), F32, "scales can be"),
+        (operand(32, 64, "1x16", FP4), operand(8, 64, "1x16", FP4), F32, "rows of b a multiple of 16"),
+        (fp8(16, 256), fp8(32, 256), torch.float64, "out_dtype=torch.float64"),
+        (fp8(16, 24), fp8(16, 24), BF16, "multiple of 16"),
+        (fp8(16, 32), fp8(15, 32), BF16, "rows of b a multiple of 16"),
+        (fp8(16, 32), fp8(16, 48), BF16, "rows of one length"),
+        (by_tensor(fp8(32, 16).values.t()), fp8(16, 32), BF16, "must be contiguous"),
+        (by_tensor(torch.ones(16, 32)), fp8(16, 32), BF16, "a must be float8_e4m3fn"),
+        (BY_ROW, BY_ROW, BF16, r"scales are torch.float32 of shape \(16,\), and not"),
     ],
 )
-def test_shapes_and_layouts_that_tensor_cores_refuse(a: Tensor, b: Tensor, text: str) -> None:
-    one = torch.ones(())
+def test_what_tensor_cores_refuse_is_refused_on_a_cpu(
+    a: Operand, b: Operand, out_dtype: torch.dtype, text: str
+) -> None:
     with pytest.raises(ValueError, match=text):
-        scaled_mm(Operand(a, one, "tensor"), Operand(b, one, "tensor"), torch.bfloat16)
-
-
-def test_scales_of_another_shape_are_refused() -> None:
-    rows = Operand(fp8(16, 32), torch.ones(16), "row")
-    with pytest.raises(ValueError, match=r"scales are torch.float32 of shape \(16,\), and not"):
-        scaled_mm(rows, rows, torch.bfloat16)
+        scaled_mm(a, b, out_dtype)
 
 
 # On a GPU.
