@@ -399,10 +399,10 @@ def test_larc_scales_each_gradient_by_its_layer() -> None:
     parallel = importlib.import_module("amp.compat.parallel")
     for clip in (True, False):
         parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
-        larc = parallel.LARC(torch.optim.SGD([parameter], lr=0.1, weight_decay=0.01), 0.02, clip)
+        larc = parallel.LARC(torch.optim.SGD([parameter], lr=0.1, weight_decay=0.01), 0.04, clip)
         parameter.grad = torch.tensor([0.6, 0.8])
         larc.step()
-        rate = 0.02 * 5 / (1 + 0.01 * 5 + 1e-8)
+        rate = 0.04 * 5 / (1 + 0.01 * 5 + 1e-8)
         rate = min(rate / 0.1, 1.0) if clip else rate
         expected = torch.tensor([3.0, 4.0]) - 0.1 * rate * torch.tensor([0.63, 0.84])
         torch.testing.assert_close(parameter.detach(), expected)

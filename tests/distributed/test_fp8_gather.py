@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -35,20 +35,12 @@ def sharded(**options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-class Traffic:
-    """How often weights are quantized by row, and how many bytes are gathered."""
+class Traffic(NamedTuple):
+    """How many bytes are gathered, what is reduced, and how often weights are quantized by row."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gathered = 0
-        self.reduced: list[int] = []
-        self.quantized = 0
-        quantize = Layer.quantize
-
-        def quantized(layer: Any, x: Tensor, entry: int, **kwargs: Any) -> Any:
-            self.quantized += entry == WEIGHT and kwargs["by_row"]
-            return quantize(layer, x, entry, **kwargs)
-
-        monkeypatch.setattr(Layer, "quantize", quantized)
+    gathered: int
+    reduced: list[int]
+    quantized: int
 
 
 def trained(level: str, fp8: Any, **options: Any) -> tuple[list[Tensor], Traffic]:
@@ -56,23 +48,26 @@ def trained(level: str, fp8: Any, **options: Any) -> tuple[list[Tensor], Traffic
     model = sharded(**options)
     optimizer = models.make_optimizer("fused" if level == "O5" else "sgd", model)
     model, optimizer = initialize(model, level, fp8, optimizer)
-    found = []
+    found, weights, quantize = [], [], Layer.quantize
+
+    def quantized(layer: Any, x: Tensor, entry: int, **kwargs: Any) -> Any:
+        if entry == WEIGHT and kwargs["by_row"]:
+            weights.append(x)
+        return quantize(layer, x, entry, **kwargs)
+
     maxima = models.all_reduces(distributed.ReduceOp.MAX)
     with pytest.MonkeyPatch.context() as monkeypatch, maxima as reduced:
-        traffic = Traffic(monkeypatch)
+        monkeypatch.setattr(Layer, "quantize", quantized)
         for x, y in itertools.islice(batches(), 3):
             step(model, optimizer, x, y)
             found.append(model(x).detach().float())
-    traffic.reduced = reduced
     found += models.weights_of(model).values()
     of_weights = [params_of_fsdp2(model)[layer, "weight"] for layer in (model.first, model.third)]
-    traffic.gathered = sum(
-        x.numel() * x.itemsize for each in of_weights for x in each.all_gather_outputs
-    )
+    gathered = sum(x.numel() * x.itemsize for each in of_weights for x in each.all_gather_outputs)
     amp.get_session().close()
     if level == "O4":
         found.append(model(x).detach())  # FSDP2 gathers as before
-    return found, traffic
+    return found, Traffic(gathered, reduced, len(weights))
 
 
 def check_bits(_: int) -> None:

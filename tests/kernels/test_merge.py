@@ -264,32 +264,6 @@ def test_masters_that_agree_are_not_written_to(tmp_path: Path) -> None:
     assert ended.stdout == "merged\n", ended
 
 
-FEW_OR_MANY = """
-import sys
-import torch
-from amp.kernels.cpu_loop import _loops
-from amp.kernels.master_copy import merge
-
-n = int(sys.argv[1])
-master = torch.ones(n)
-parameter = torch.full((n,), 2.0).half()
-merge([parameter], [master])
-assert torch.equal(master, parameter.float())
-print(len(_loops))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-def test_it_is_compiled_for_many_elements_and_then_used_for_few(tmp_path: Path) -> None:
-    for elements, loops, log in ((5, 0, ""), (2**20, 1, "compiling the merge of masters"), (5, 1, "")):
-        ended = run_python("-c", FEW_OR_MANY, str(elements), XDG_CACHE_HOME=str(tmp_path))
-        assert ended.stdout == f"{loops}\n", ended
-        assert ended.stderr.startswith(log)
-        assert bool(ended.stderr) == bool(log)
-        assert (tmp_path / "reamp").exists() == bool(loops)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
 def test_where_it_cannot_be_compiled_torch_merges(
     with_loop: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
