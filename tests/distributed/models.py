@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from amp.optimizers import FusedAdam
@@ -182,6 +183,19 @@ def fsdp1(model: Any, **options: Any) -> Any:
     """Cut a model by the first FSDP."""
     device = torch.get_default_device()
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=device, **options)
+
+
+def prepared(
+    wrap: str, level: str, optimizer: Callable[[Any], Any], model: Any = None, **options: Any
+) -> tuple[Any, Any, Any]:
+    """Return a model that is wrapped, what computes its forward, and its optimizer, at a level."""
+    model = (WRAPS | FSDP1).get(wrap, lambda bare: bare)(make() if model is None else model)
+    model, made = initialize(model, optimizer(model), level, **options)
+    wrapped = model
+    if wrap.startswith("ddp"):
+        kinds = {"gradient_as_bucket_view": wrap == "ddp views", "static_graph": wrap == "ddp static"}
+        wrapped = DistributedDataParallel(model, **kinds)
+    return model, wrapped, made
 
 
 def data_rank(kind: str) -> tuple[int, int]:

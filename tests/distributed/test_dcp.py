@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ import torch.distributed.checkpoint as dcp
 from torch import distributed
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.nn.parallel import DistributedDataParallel
 
 import amp
+from tests.distributed import models
 from tests.distributed.models import (
     SIZES,
-    WRAPS,
     assert_equal_on_ranks,
     batches,
     make,
@@ -31,20 +31,15 @@ from tests.levels import DYNAMIC, LEVELS
 HALF = 2
 
 
-def prepared(wrap: str, level: str, optimizer: str, seed: bool = False, **options: Any) -> Any:
+def prepared(wrap: str, level: str, optimizer: str, seed: bool = False) -> Any:
     """Return the model, what computes its forward, and its optimizer."""
     model = make()
     if seed:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3).add_(0.1)
-    if wrap in WRAPS:
-        model = WRAPS[wrap](model)
-    made = make_optimizer(optimizer, model)
-    if level in DYNAMIC:
-        options["loss_scale"] = {"init": 256.0, "growth_interval": 1}
-    model, made = amp.initialize(model, made, opt_level=level, verbosity=0, **options)
-    return model, DistributedDataParallel(model) if wrap == "ddp" else model, made
+    scaling: Any = {"loss_scale": {"init": 256.0, "growth_interval": 1}} if level in DYNAMIC else {}
+    return models.prepared(wrap, level, partial(make_optimizer, optimizer), model, **scaling)
 
 
 def steps(wrapped: Any, optimizer: Any, first: int, last: int) -> None:

@@ -31,8 +31,10 @@ from tests.distributed.models import (
     initialize,
     loss_of,
     make,
+    make_optimizer,
     mesh,
     parallelize_sequence,
+    prepared,
     sgd,
     shard,
     weights_of,
@@ -104,8 +106,7 @@ def replicated(level: str, first: bool) -> Hidden:
 
 
 def compiled(level: str, wrap: str) -> Hidden:
-    model, optimizer = with_sgd(shard(make()) if wrap == "fsdp2" else make(), level)
-    wrapped: Any = DistributedDataParallel(model) if wrap == "ddp" else model
+    model, wrapped, optimizer = prepared(wrap, level, sgd)
     without_sync = wrapped.no_sync if wrap == "ddp" else functools.partial(not_synced, model)
     return model, optimizer, torch.compile(wrapped, backend="eager"), without_sync
 
@@ -470,11 +471,9 @@ def test_looking_at_a_checkpoint_between_micro_batches_changes_nothing(
     """`get_state_dict` before the first step makes the optimizer's state, and takes no gradients."""
     ends = []
     for looks in (False, True):
-        model = shard(make()) if wrap == "fsdp2" else make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        adamw = functools.partial(make_optimizer, "adamw")
         scaling: Any = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
-        model, optimizer = initialize(model, optimizer, level, **scaling)
-        wrapped: Any = DistributedDataParallel(model) if wrap == "ddp" else model
+        model, wrapped, optimizer = prepared(wrap, level, adamw, **scaling)
         (first, second, *_) = batches(*data_rank(wrap))
         with wrapped.no_sync() if wrap == "ddp" else not_synced(wrapped):
             backward(loss_of(wrapped, *first), optimizer)

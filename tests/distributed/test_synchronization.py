@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 import amp
+from tests.distributed import models
 from tests.distributed.models import (
     SIZES,
-    WRAPS,
     assert_equal_on_ranks,
     backward,
     batches,
     data_rank,
-    fsdp1,
     loss_of,
     make,
     whole,
@@ -40,21 +38,9 @@ def not_synced(model: Any) -> Any:
 
 
 def prepared(wrap: str, level: str, **options: Any) -> tuple[Any, Any, Any]:
-    """Return a model, what computes its forward, and its optimizer."""
-    model = make()
-    if wrap in WRAPS:
-        model = WRAPS[wrap](model)
-    if wrap == "fsdp1":
-        model = fsdp1(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    views = wrap == "ddp views"
-    wrapped = model
-    if wrap.startswith("ddp"):
-        wrapped = DistributedDataParallel(
-            model, gradient_as_bucket_view=views, static_graph=wrap == "ddp static"
-        )
-    return model, wrapped, optimizer
+    return models.prepared(
+        wrap, level, lambda model: torch.optim.SGD(model.parameters(), lr=1.0), **options
+    )
 
 
 def without_sync(wrapped: Any) -> AbstractContextManager[Any]:
