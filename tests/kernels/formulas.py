@@ -163,4 +163,5 @@ CASES = {
     "novograd": Case(*_NOVOGRAD, {}),
     "novograd, sums": Case(*_NOVOGRAD, {"grad_averaging": False}),
     "novograd, inside": Case(*_NOVOGRAD, {"reg_inside_moment": True}),
+    "novograd, both": Case(*_NOVOGRAD, {"reg_inside_moment": True, "grad_averaging": False}),
 }
