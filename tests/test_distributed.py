@@ -16,11 +16,3 @@ def test_ddp_keeps_ranks_equal_and_accumulates_exactly(tmp_path: Path) -> None:
     finished = run_python("-m", "tests.ddp", tmp_path / "store")
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout == "passed\n" * 2
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
-def test_what_would_train_nothing_is_refused() -> None:
-    """Models that were wrapped too late, masters in ZeRO."""
-    finished = run_python("-m", "tests.distributed.wrapped")
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stdout == "passed\n"

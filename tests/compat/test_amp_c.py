@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from amp import compat
 from amp.optimizers import FusedLAMB
 
 SHAPES = [(3, 4), (7,), (1,)]
 
 
 @pytest.fixture
-def amp_c() -> Iterator[Any]:
-    compat.install()
-    yield importlib.import_module("amp_C")
-    compat.uninstall()
+def amp_c(apex: Any) -> Any:
+    return importlib.import_module("amp_C")
 
 
 @pytest.fixture
@@ -73,59 +69,61 @@ def test_norms(amp_c: Any, applier: Any) -> None:
     assert each.shape == (0,)
 
 
-@pytest.mark.parametrize("mode", [0, 1])
-def test_adam(amp_c: Any, applier: Any, mode: int) -> None:
+def zeros(value: float = 0.0) -> list[Tensor]:
+    return [torch.full(shape, value) for shape in SHAPES]
+
+
+def check_steps(optimizer_of: Any, ours: list[Tensor], take_step: Any, **tolerances: float) -> None:
+    """Step by an optimizer, and on the same parameters by a function of the number and gradients."""
     params = [nn.Parameter(t) for t in tensors(0)]
-    optimizer_class = torch.optim.AdamW if mode else torch.optim.Adam
-    optimizer = optimizer_class(params, lr=0.1, weight_decay=0.1)
-    ours, m, v = tensors(0), [torch.zeros(s) for s in SHAPES], [torch.zeros(s) for s in SHAPES]
+    optimizer = optimizer_of(params)
     for step in range(1, 4):
         grads = tensors(step)
         for parameter, grad in zip(params, grads, strict=True):
             parameter.grad = grad.clone()
         optimizer.step()
-        arguments = (0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.1)
-        applier(amp_c.multi_tensor_adam, flag(), [grads, ours, m, v], *arguments)
-        skips = flag() + 1
-        applier(amp_c.multi_tensor_adam, skips, [grads, ours, m, v], *arguments)
+        take_step(step, grads)
     for parameter, our in zip(params, ours, strict=True):
-        torch.testing.assert_close(our, parameter.detach())
+        torch.testing.assert_close(our, parameter.detach(), **tolerances)
+
+
+@pytest.mark.parametrize("mode", [0, 1])
+def test_adam(amp_c: Any, applier: Any, mode: int) -> None:
+    kind, ours, m, v = torch.optim.AdamW if mode else torch.optim.Adam, tensors(0), zeros(), zeros()
+
+    def take_step(step: int, grads: list[Tensor]) -> None:
+        arguments = (0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.1)
+        for noop in (flag(), flag() + 1):  # the second skips
+            applier(amp_c.multi_tensor_adam, noop, [grads, ours, m, v], *arguments)
+
+    check_steps(lambda ps: kind(ps, lr=0.1, weight_decay=0.1), ours, take_step)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_sgd_with_16_bit_weights(amp_c: Any, applier: Any, nesterov: bool) -> None:
-    params = [nn.Parameter(t) for t in tensors(0)]
-    optimizer = torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
-    momenta = [torch.full(s, torch.nan) for s in SHAPES]  # as new memory may be
+    momenta = zeros(torch.nan)  # as new memory may be
     ours, halves = tensors(0), tensors(5, torch.float16)
-    for step in range(3):
-        grads = tensors(step + 1)
-        for parameter, grad in zip(params, grads, strict=True):
-            parameter.grad = grad.clone()
-        optimizer.step()
-        scaled = [8 * grad for grad in grads]
-        lists = [scaled, ours, momenta, halves]
-        arguments = (0.01, 0.9, 0.0, 0.1, nesterov, step == 0, False, 1 / 8)
+
+    def take_step(step: int, grads: list[Tensor]) -> None:
+        lists = [[8 * grad for grad in grads], ours, momenta, halves]
+        arguments = (0.01, 0.9, 0.0, 0.1, nesterov, step == 1, False, 1 / 8)
         applier(amp_c.multi_tensor_sgd, flag(), lists, *arguments)
-    for parameter, our, half in zip(params, ours, halves, strict=True):
-        torch.testing.assert_close(our, parameter.detach())
-        assert torch.equal(half, our.half())
+
+    options: Any = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": nesterov}
+    check_steps(lambda ps: torch.optim.SGD(ps, **options), ours, take_step)
+    assert all(torch.equal(half, our.half()) for half, our in zip(halves, ours, strict=True))
 
 
 def test_lamb_is_the_optimizers(amp_c: Any, applier: Any) -> None:
-    params = [nn.Parameter(t) for t in tensors(0)]
-    optimizer = FusedLAMB(params, lr=0.1, weight_decay=0.1, max_grad_norm=1.0)
-    ours, m, v = tensors(0), [torch.zeros(s) for s in SHAPES], [torch.zeros(s) for s in SHAPES]
-    for step in range(1, 4):
-        grads = tensors(step)
-        for parameter, grad in zip(params, grads, strict=True):
-            parameter.grad = grad.clone()
-        optimizer.step()
+    ours, m, v = tensors(0), zeros(), zeros()
+
+    def take_step(step: int, grads: list[Tensor]) -> None:
         norm, _ = applier(amp_c.multi_tensor_l2norm, flag(), [grads])
         arguments = (0.1, 0.9, 0.999, 1e-6, step, 1, 0.1, 1, 1, norm, 1.0, False)
         applier(amp_c.multi_tensor_lamb, flag(), [grads, ours, m, v], *arguments)
-    for parameter, our in zip(params, ours, strict=True):
-        torch.testing.assert_close(our, parameter.detach(), rtol=1e-4, atol=1e-6)
+
+    options: Any = {"lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 1.0}
+    check_steps(lambda ps: FusedLAMB(ps, **options), ours, take_step, rtol=1e-4, atol=1e-6)
 
 
 def test_the_scale_with_hysteresis(amp_c: Any) -> None:

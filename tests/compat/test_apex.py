@@ -15,7 +15,6 @@ import pickle
 import subprocess
 import sys
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -87,35 +86,8 @@ def test_two_processes_train_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_a_script_spawns_finds_apex_too(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import multiprocessing\n"
-        "def work():\n"
-        "    from apex import amp\n"
-        "    print(amp.scale_loss.__module__)\n"
-        "if __name__ == '__main__':\n"
-        "    process = multiprocessing.get_context('spawn').Process(target=work)\n"
-        "    process.start()\n"
-        "    process.join()\n"
-    )
-    assert run(script).stdout == "amp.frontend\n"
-
-
-@pytest.mark.slow
 def test_processes_that_a_script_spawns() -> None:
-    assert run(SCRIPTS / "spawn.py").stdout == "same True\n"
-
-
-def test_a_gan_with_three_scales() -> None:
-    assert run(SCRIPTS / "gan.py").stdout.startswith("['loss_scaler0', 'loss_scaler1', 'loss_scaler2'")
-
-
-def test_a_language_model_of_fp16_utils() -> None:
-    lines = run(SCRIPTS / "language.py").stdout.splitlines()
-    losses = [float(line.split()[0]) for line in lines]
-    assert losses[-1] < losses[0]
-    assert all(line.endswith("1024.0 False") for line in lines)
+    assert run(SCRIPTS / "spawn.py").stdout == "trained\n"
 
 
 @pytest.mark.parametrize("options", [["--fp16"], ["--fp16", "--loss_scale", "128"], []])
@@ -175,7 +147,7 @@ OPTIONS = (
     ("attack", "options"),
     [
         pytest.param(attack, options, marks=() if i == j else pytest.mark.slow)
-        for i, attack in enumerate(("fgsm", "free", "penalty"))
+        for i, attack in enumerate(("fgsm", "penalty"))
         for j, options in enumerate(OPTIONS)
     ],
 )
@@ -184,20 +156,6 @@ def test_adversarial_training(attack: str, options: list[str]) -> None:
     first, last, clean, attacked = numbers(line)
     assert last < first
     assert clean < attacked < first
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--clip-grad", "1.0"],
-        ["--second-order", "--clip-grad", "0.5", "--clip-mode", "value", "--update-freq", "2"],
-        ["--fused", "--clip-grad", "1.0", "--clip-mode", "agc", "--apex-amp-level", "O2"],
-    ],
-)
-def test_a_scaler_object_of_image_models(options: list[str]) -> None:
-    first, last, ema = numbers(run(SCRIPTS / "image_models.py", *options).stdout.splitlines()[-1])
-    assert last < 0.7 * first
-    assert ema < first
 
 
 @pytest.mark.parametrize("level", [pytest.param("O1", marks=pytest.mark.slow), "O2"])
@@ -222,16 +180,6 @@ def test_a_precision_plugin(level: str) -> None:
     first, _, last, _ = numbers(losses)
     assert last < first
     assert numbers(rates) == [0.0025, 0.1]
-
-
-def test_functions_that_a_script_registered() -> None:
-    assert run(SCRIPTS / "functions.py").stdout.splitlines()[-5:] == [
-        "correlation (torch.float32, torch.float32)",
-        "entropy torch.float32",
-        "fused_bias (torch.float16, torch.float16)",
-        "roi_pool torch.float32",
-        "better True",
-    ]
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -285,12 +233,7 @@ def test_nothing_to_run_and_parts_that_are_not_here(tmp_path: Path) -> None:
     assert run("nowhere.py", status=2).stderr == "reamp: there is no file 'nowhere.py'\n"
     script = tmp_path / "script.py"
     script.write_text("from apex.contrib.xentropy import SoftmaxCrossEntropyLoss")
-    assert (
-        "ModuleNotFoundError: 'apex.contrib.xentropy' is a part of apex that reamp does not have; use "
-        "torch.nn.functional.cross_entropy instead" in run(script, status=1).stderr
-    )
-    script.write_text("import sys; sys.exit(3)")
-    run(script, status=3)
+    assert "ModuleNotFoundError: 'apex.contrib.xentropy' is a part" in run(script, status=1).stderr
     script.write_text("from apex import amp\namp.initialize(1)")
     error = run(script, status=1).stderr
     assert "amp.initialize(1)" in error  # the traceback of the script
@@ -304,13 +247,6 @@ def test_a_real_apex_stays_out_of_what_is_run(tmp_path: Path) -> None:
     assert run(tmp_path / "script.py").stdout == "amp.frontend\n"
 
 
-@pytest.fixture
-def apex() -> Iterator[ModuleType]:
-    compat.install()
-    yield importlib.import_module("apex")
-    compat.uninstall()
-
-
 def test_it_is_not_there_unless_it_is_asked_for() -> None:
     with pytest.raises(ModuleNotFoundError, match="No module named 'apex'"):
         importlib.import_module("apex")
@@ -318,9 +254,15 @@ def test_it_is_not_there_unless_it_is_asked_for() -> None:
 
 def test_names_are_ours(apex: Any) -> None:
     compat.install()
-    assert apex.amp.scale_loss is amp.scale_loss
+    kinds = [f"{kind}_function" for kind in ("half", "bfloat16", "float", "promote")]
+    for name in ("scale_loss", *kinds, *(f"register_{kind}" for kind in kinds)):
+        assert getattr(apex.amp, name) is getattr(amp, name)
     assert apex.optimizers.FusedAdam is FusedAdam
     assert apex.fp16_utils.FP16_Optimizer is importlib.import_module("amp.fp16_utils").FP16_Optimizer
+    names: dict[str, Any] = {}
+    exec("from apex.fp16_utils import *", names)
+    assert names["FP16_Optimizer"] is apex.fp16_utils.FP16_Optimizer
+    assert names["network_to_half"] is apex.fp16_utils.network_to_half
     for name in ("LARC", "_amp_state"):  # names of a module, and of what is in it
         for parent in ("apex.parallel", "apex.amp"):
             if hasattr(importlib.import_module(parent), name):
@@ -360,31 +302,36 @@ def test_the_state_is_that_of_the_session(apex: Any) -> None:
     assert [master() for master in masters] == [None, None]
 
 
-def test_missing_parts_say_what_to_use(apex: Any) -> None:
-    for statement, message in (
-        ("from apex import pyprof", "'apex.pyprof' .* use torch.profiler instead"),
-        ("from apex.optimizers import FusedMixedPrecisionLamb", "use amp.optimizers.FusedLAMB at O2"),
-        ("import apex.RNN", "use torch.nn.RNN, LSTM and GRU instead"),
-        (
-            "from apex.amp import scale_los",
-            "'apex.amp.scale_los' is a part of apex that reamp does not",
+@pytest.mark.parametrize(
+    ("part", "message"),
+    {
+        "apex.pyprof": "'apex.pyprof' .* use torch.profiler instead",
+        "apex.optimizers.FusedMixedPrecisionLamb": "use amp.optimizers.FusedLAMB at O2",
+        "apex.amp.scale_los": "'apex.amp.scale_los' is a part of apex that reamp does not",
+        "apex.contrib.sparsity.ASP": "use torch.ao.pruning.WeightNormSparsifier",
+        "apex.contrib.xentropy.SoftmaxCrossEntropyLoss": "use torch.nn.functional.cross_entropy",
+        "apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam": (
+            "use amp.optimizers.FusedAdam with a model that torch.distributed.fsdp.fully_shard"
         ),
-        ("from apex.contrib.sparsity import ASP", "use torch.ao.pruning.WeightNormSparsifier"),
-        (
-            "from apex.contrib.optimizers.distributed_fused_adam import DistributedFusedAdam",
-            "use amp.optimizers.FusedAdam with a model that torch.distributed.fsdp.fully_shard",
+        "apex.contrib.optimizers.DistributedFusedAdam": "use amp.optimizers.FusedAdam",
+        "apex.contrib.optimizers.distributed_fused_lamb.DistributedFusedLAMB": (
+            "use amp.optimizers.FusedLAMB with a model"
         ),
-        ("from apex.contrib.optimizers import DistributedFusedAdam", "use amp.optimizers.FusedAdam"),
-        (
-            "from apex.contrib.optimizers.distributed_fused_lamb import DistributedFusedLAMB",
-            "use amp.optimizers.FusedLAMB with a model",
-        ),
-        ("from amp_C import multi_tensor_lamb_stage1_cuda", "use amp_C.multi_tensor_lamb, which does"),
-        ("from amp_C import multi_tensor_lamb_stage2_cuda", "use amp_C.multi_tensor_lamb, which does"),
-        ("from apex.amp import rnn_compat", "use torch.nn.RNN, LSTM and GRU, whose inputs amp casts"),
-    ):
-        with pytest.raises(ImportError, match=message):
-            exec(statement)
+        "amp_C.multi_tensor_lamb_stage1_cuda": "use amp_C.multi_tensor_lamb, which does",
+        "amp_C.multi_tensor_lamb_stage2_cuda": "use amp_C.multi_tensor_lamb, which does",
+        "amp_C.multi_tensor_novograd": "use amp.optimizers.FusedNovoGrad instead",
+        "apex.amp.rnn_compat": "use torch.nn.RNN, LSTM and GRU, whose inputs amp casts",
+        "apex.parallel.distributed.split_half_float_double": "use torch.distributed inst",
+        "apex.normalization.fused_layer_norm.Other": "torch.nn.functional.layer_norm",
+    }.items(),
+)
+def test_missing_parts_say_what_to_use(apex: Any, part: str, message: str) -> None:
+    module, _, name = part.rpartition(".")
+    with pytest.raises(ImportError, match=message):
+        exec(f"from {module} import {name}")
+    if name == "pyprof":
+        with pytest.raises(ImportError, match="use torch.nn.RNN, LSTM and GRU instead"):
+            importlib.import_module("apex.RNN")
 
 
 def test_a_loss_scaler_of_its_own(apex: Any) -> None:
@@ -452,10 +399,10 @@ def test_larc_scales_each_gradient_by_its_layer() -> None:
     parallel = importlib.import_module("amp.compat.parallel")
     for clip in (True, False):
         parameter = nn.Parameter(torch.tensor([3.0, 4.0]))
-        larc = parallel.LARC(torch.optim.SGD([parameter], lr=0.1, weight_decay=0.01), 0.02, clip)
+        larc = parallel.LARC(torch.optim.SGD([parameter], lr=0.1, weight_decay=0.01), 0.04, clip)
         parameter.grad = torch.tensor([0.6, 0.8])
         larc.step()
-        rate = 0.02 * 5 / (1 + 0.01 * 5 + 1e-8)
+        rate = 0.04 * 5 / (1 + 0.01 * 5 + 1e-8)
         rate = min(rate / 0.1, 1.0) if clip else rate
         expected = torch.tensor([3.0, 4.0]) - 0.1 * rate * torch.tensor([0.63, 0.84])
         torch.testing.assert_close(parameter.detach(), expected)
@@ -833,13 +780,6 @@ def test_what_tells_whether_apex_is_there(apex: Any) -> None:
     with pytest.raises(AttributeError, match="'apex.RNN' .* use torch.nn.RNN, LSTM and GRU"):
         _ = apex.RNN
     assert getattr(apex.parallel, "nothing", None) is None
-    for statement, message in (
-        ("from amp_C import multi_tensor_novograd", "use amp.optimizers.FusedNovoGrad instead"),
-        ("from apex.parallel.distributed import split_half_float_double", "use torch.distributed inst"),
-        ("from apex.normalization.fused_layer_norm import Other", "torch.nn.functional.layer_norm"),
-    ):
-        with pytest.raises(ImportError, match=message):
-            exec(statement)
     compat.uninstall()
     with pytest.raises(importlib.metadata.PackageNotFoundError):
         importlib.metadata.version("apex")

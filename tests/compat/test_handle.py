@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,15 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from amp import compat
 from amp.casting.registry import registered
-
-
-@pytest.fixture
-def amp() -> Iterator[Any]:
-    compat.install()
-    yield importlib.import_module("apex.amp")
-    compat.uninstall()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

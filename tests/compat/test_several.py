@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from amp import compat
 from amp.optimizers import FusedSGD
 from tests.covering import covering
 
@@ -78,13 +75,6 @@ def infs(level: str, count: int) -> list[Inf | None]:
         for model in ((loss, 2) if count == 3 else (loss,))
         for weight in ("wide", "narrow")
     ]
-
-
-@pytest.fixture
-def amp() -> Iterator[Any]:
-    compat.install()
-    yield importlib.import_module("apex.amp")
-    compat.uninstall()
 
 
 OPTIMIZERS = {"SGD": (torch.optim.SGD, {}), "FusedSGD": (FusedSGD, {"materialize_master_grads": False})}

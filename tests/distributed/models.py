@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,6 +20,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from amp.optimizers import FusedAdam
@@ -136,7 +139,20 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 }
 """Wrappers that go around a model before `amp.initialize`."""
 
+FSDP1: dict[str, Callable[[Any], Any]] = {
+    "fsdp1": lambda model: fsdp1(model),
+    "fsdp1 hybrid": lambda model: fsdp1(
+        model, device_mesh=mesh("first", "second"), sharding_strategy=ShardingStrategy.HYBRID_SHARD
+    ),
+    "fsdp1+tp": lambda model: fsdp1(
+        parallelize(model, mesh("first", "second")["second"]),
+        device_mesh=mesh("first", "second")["first"],
+    ),
+}
+"""The first FSDP, which takes no level with masters."""
+
 SIZES = {"fsdp2": 2, "hsdp": 4, "tp": 2, "sp": 2, "fsdp2+tp": 4, "fsdp2+sp": 4, "ddp": 2}
+SIZES |= {"fsdp1": 2, "fsdp1 hybrid": 4, "fsdp1+tp": 4}
 """How many processes a wrapper is tested on."""
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -169,12 +185,25 @@ def fsdp1(model: Any, **options: Any) -> Any:
     return FullyShardedDataParallel(model, use_orig_params=True, device_id=device, **options)
 
 
+def prepared(
+    wrap: str, level: str, optimizer: Callable[[Any], Any], model: Any = None, **options: Any
+) -> tuple[Any, Any, Any]:
+    """Return a model that is wrapped, what computes its forward, and its optimizer, at a level."""
+    model = (WRAPS | FSDP1).get(wrap, lambda bare: bare)(make() if model is None else model)
+    model, made = initialize(model, optimizer(model), level, **options)
+    wrapped = model
+    if wrap.startswith("ddp"):
+        kinds = {"gradient_as_bucket_view": wrap == "ddp views", "static_graph": wrap == "ddp static"}
+        wrapped = DistributedDataParallel(model, **kinds)
+    return model, wrapped, made
+
+
 def data_rank(kind: str) -> tuple[int, int]:
     """Return the number of this rank among those that see other data, and how many there are."""
     rank, size = distributed.get_rank(), distributed.get_world_size()
     if kind in ("tp", "sp"):
         return 0, 1
-    if kind.startswith("fsdp2+"):
+    if "+" in kind:
         return rank // (size // 2), 2
     return rank, size
 
@@ -188,11 +217,15 @@ def batches(part: int = 0, of: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
         yield x.to(torch.get_default_device()), y.to(torch.get_default_device())
 
 
+def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
+    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
 def train(model: Any, optimizer: Any, data: Any) -> None:
     for x, y in data:
         optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_of(model, x, y), optimizer)
         optimizer.step()
 
 
@@ -223,3 +256,26 @@ def weights_of(model: Any) -> dict[str, Tensor]:
         name.removeprefix("module."): whole(value).detach().float().clone()
         for name, value in model.state_dict().items()
     }
+
+
+def end_of(model: Any) -> Tensor:
+    """Close the session, and return all that the model's state dict had, as one vector."""
+    end = torch.cat([value.flatten() for value in weights_of(model).values()])
+    amp.get_session().close()
+    return end
+
+
+@contextmanager
+def all_reduces(op: Any = None) -> Iterator[list[int]]:
+    """Yield a list that gets the number of elements of each all-reduce, of an operation or of any."""
+    sizes: list[int] = []
+    original: Any = distributed.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if op is None or kwargs.get("op") == op:
+            sizes.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "all_reduce", counted)
+        yield sizes

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as CutAlong
@@ -19,7 +19,9 @@ from tests.devices import on_gpu
 from tests.distributed.models import (
     SIZES,
     WRAPS,
+    all_reduces,
     assert_equal_on_ranks,
+    backward,
     batches,
     data_rank,
     loss_of,
@@ -28,26 +30,8 @@ from tests.distributed.models import (
     train,
     weights_of,
 )
-from tests.distributed.world import Backend, ranks, world
+from tests.distributed.world import ranks
 from tests.levels import CHECKED, LEVELS
-
-
-class AllReduces:
-    """Counts the all-reduces of this library, which calls them by `torch.distributed.all_reduce`."""
-
-    def __enter__(self) -> AllReduces:
-        self.sizes: list[int] = []
-        self._original: Any = distributed.all_reduce
-
-        def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self.sizes.append(tensor.numel())
-            return self._original(tensor, *args, **kwargs)
-
-        distributed.all_reduce = counting  # type: ignore[assignment]
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        distributed.all_reduce = self._original
 
 
 @ranks(SIZES)
@@ -62,12 +46,12 @@ def test_a_step_has_one_collective_of_one_number(rank: int, wrap: str, level: st
     for _ in range(2):
         optimizer.zero_grad()
         loss = loss_of(model, x, y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-            counted = AllReduces().__enter__()
-        optimizer.step()
-        counted.__exit__()
-        assert counted.sizes == ([1] if level in CHECKED else []), counted.sizes
+        with all_reduces() as sizes:
+            with amp.scale_loss(loss, optimizer) as scaled_loss:
+                scaled_loss.backward()
+                sizes.clear()  # those of a wrapper
+            optimizer.step()
+        assert sizes == ([1] if level in CHECKED else [])
 
 
 @ranks(2)
@@ -88,11 +72,8 @@ def test_a_rank_that_raises_leaves_the_others_with_an_error_that_names_the_colle
         distributed.barrier()
         return
     before = weights_of(model)
-    with (
-        pytest.raises(amp.AmpError, match=r"rank 0 could not agree with ranks \[0, 1\] on found_inf"),
-        amp.scale_loss(loss, optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
+    with pytest.raises(amp.AmpError, match=r"rank 0 could not agree with ranks \[0, 1\] on found_inf"):
+        backward(loss, optimizer)
     assert all(torch.equal(value, before[name]) for name, value in weights_of(model).items())
     distributed.barrier()
 
@@ -111,11 +92,13 @@ def test_ranks_that_are_seeded_apart_round_alike(rank: int) -> None:
     assert_equal_on_ranks(state["exp_avg_sq"] for state in optimizer.state.values())
 
 
-def check_rounding_of_shards(rank: int, wrap: str) -> None:
+@ranks(SIZES)
+@pytest.mark.parametrize("wrap", ["fsdp2", "hsdp"])
+def test_shards_round_apart_and_copies_alike(rank: int, wrap: str) -> None:
     """Equal numbers in two shards are rounded apart, and those in two copies alike."""
     on = mesh("copies", "data") if wrap == "hsdp" else mesh("data")
     size = on.size(on.ndim - 1)
-    placements: Any = [CutAlong(0)] if on.ndim == 1 else [*WHOLE, CutAlong(0)]
+    placements: Any = [CutAlong(0)] if on.ndim == 1 else [Replicate(), CutAlong(0)]
     weight = nn.Parameter(distribute_tensor(torch.ones(64 * size), on, placements))
     optimizer = FusedAdam([weight], lr=0.01, state_dtype=torch.bfloat16)
     for step in range(3):
@@ -129,8 +112,12 @@ def check_rounding_of_shards(rank: int, wrap: str) -> None:
     assert_equal_on_ranks([moment.full_tensor()])
 
 
-def check_compressed(rank: int, level: str, hook: str) -> None:
-    """A hook that sends gradients in 16 bits."""
+@ranks(2)
+@pytest.mark.parametrize("hook", ["fp16_compress_hook", *on_gpu("bf16_compress_hook")])
+@pytest.mark.parametrize("level", LEVELS)
+def test_gradients_may_be_sent_in_16_bits(rank: int, level: str, hook: str) -> None:
+    if hook == "bf16_compress_hook" and distributed.get_backend() != "nccl":
+        return  # torch has it for NCCL alone
     model = make()
     optimizer = FusedSGD(model.parameters(), lr=0.2, momentum=0.5)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
@@ -148,19 +135,3 @@ def check_compressed(rank: int, level: str, hook: str) -> None:
     train(plain, optimizer, batches())
     for name, value in weights_of(plain).items():
         assert (weights[name] - value).norm() < 0.1 * (value - start[name]).norm()
-
-
-WHOLE: Any = [Replicate()]
-
-
-@pytest.mark.parametrize(("wrap", "size"), [("fsdp2", 2), ("hsdp", 4)])
-def test_shards_round_apart_and_copies_alike(wrap: str, size: int) -> None:
-    world(size).run(check_rounding_of_shards, wrap)
-
-
-@pytest.mark.parametrize("hook", ["fp16_compress_hook", *on_gpu("bf16_compress_hook")])
-@pytest.mark.parametrize("level", LEVELS)
-def test_gradients_may_be_sent_in_16_bits(level: str, hook: str) -> None:
-    if hook == "bf16_compress_hook" and Backend.name != "nccl":
-        pytest.skip("torch has it for NCCL alone")
-    world(2).run(check_compressed, level, hook)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,16 @@ import torch.distributed.checkpoint as dcp
 from torch import distributed
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
-from torch.nn.parallel import DistributedDataParallel
 
 import amp
+from tests.distributed import models
 from tests.distributed.models import (
     SIZES,
-    WRAPS,
     assert_equal_on_ranks,
     batches,
-    loss_of,
     make,
     make_optimizer,
+    train,
     weights_of,
 )
 from tests.distributed.world import ranks, world
@@ -31,29 +31,20 @@ from tests.levels import DYNAMIC, LEVELS
 HALF = 2
 
 
-def prepared(wrap: str, level: str, optimizer: str, seed: bool = False, **options: Any) -> Any:
+def prepared(wrap: str, level: str, optimizer: str, seed: bool = False) -> Any:
     """Return the model, what computes its forward, and its optimizer."""
     model = make()
     if seed:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(3).add_(0.1)
-    if wrap in WRAPS:
-        model = WRAPS[wrap](model)
-    made = make_optimizer(optimizer, model)
-    if level in DYNAMIC:
-        options["loss_scale"] = {"init": 256.0, "growth_interval": 1}
-    model, made = amp.initialize(model, made, opt_level=level, verbosity=0, **options)
-    return model, DistributedDataParallel(model) if wrap == "ddp" else model, made
+    scaling: Any = {"loss_scale": {"init": 256.0, "growth_interval": 1}} if level in DYNAMIC else {}
+    return models.prepared(wrap, level, partial(make_optimizer, optimizer), model, **scaling)
 
 
 def steps(wrapped: Any, optimizer: Any, first: int, last: int) -> None:
     """Train on the whole batch on every rank, so that every layout has the same gradients."""
-    for x, y in itertools.islice(batches(), first, last):
-        optimizer.zero_grad()
-        with amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+    train(wrapped, optimizer, itertools.islice(batches(), first, last))
 
 
 def state_of(wrapped: Any, optimizer: Any) -> dict[str, Any]:
@@ -67,12 +58,6 @@ def load(path: str, wrapped: Any, optimizer: Any) -> None:
     amp.set_state_dict(
         wrapped, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
     )
-
-
-def finish() -> tuple[float, None]:
-    scale = amp.loss_scale()
-    amp.get_session().close()
-    return scale, None
 
 
 def save_half(rank: int, path: str, wrap: str, level: str, optimizer: str, is_async: bool) -> None:

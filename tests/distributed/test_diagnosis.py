@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from tests.diagnosis.faults import Net, batch
-from tests.distributed.world import world
+from tests.distributed.world import ranks
 
 RANKS = 2
 
@@ -50,7 +50,9 @@ def step(model: Any, optimizer: Any, x: Tensor) -> None:
     optimizer.zero_grad()
 
 
-def a_fault_on_rank_1(rank: int, wrap: str) -> None:
+@ranks(RANKS)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_a_fault_on_rank_1(rank: int, wrap: str) -> None:
     model, optimizer = wrapped(wrap, loss_scale={"init": 256})
     for bad in (False, True):
         x = data(bad)
@@ -65,7 +67,9 @@ def a_fault_on_rank_1(rank: int, wrap: str) -> None:
         assert report.ranks == RANKS
 
 
-def armed_on_all_ranks(rank: int, wrap: str) -> None:
+@ranks(RANKS)
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_all_ranks_are_armed(rank: int, wrap: str) -> None:
     scaling = {"init": 256, "overflow_patience": 2}
     model, optimizer = wrapped(wrap, loss_scale=scaling, diagnose="on_overflow")
     session = amp.get_session()
@@ -76,9 +80,3 @@ def armed_on_all_ranks(rank: int, wrap: str) -> None:
     step(model, optimizer, data(bad=True))
     assert session.last_report is not None
     assert "rank 1: data" in str(session.last_report)
-
-
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("what", [a_fault_on_rank_1, armed_on_all_ranks])
-def test_diagnosis(what: Any, wrap: str) -> None:
-    world(RANKS).run(what, wrap)

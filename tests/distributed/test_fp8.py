@@ -15,11 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from amp.casting import fp8_linear
-from amp.profiles.fp8_recipe import FP4
 from tests import fp8_models
-from tests.distributed.models import assert_equal_on_ranks
+from tests.distributed.models import all_reduces, assert_equal_on_ranks, backward, weights_of
 from tests.distributed.world import ranks
-from tests.fp8_models import RECIPE_NAMES, batches, factors_of, history, initialize
+from tests.fp8_models import batches, factors_of, history, initialize
 
 RANKS = 2
 
@@ -32,26 +31,14 @@ def net() -> Any:
     return model
 
 
-def whole(parameter: Any) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-
-
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x).float(), y)
 
 
 def step(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
-    with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss_of(model, x, y), optimizer)
     optimizer.step()
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name.removeprefix("module."): whole(value.detach()).float().clone()
-        for name, value in model.state_dict().items()
-    }
 
 
 def wrapped(wrap: str, level: str, fp8: Any, **more: Any) -> tuple[Any, Any]:
@@ -64,40 +51,6 @@ def wrapped(wrap: str, level: str, fp8: Any, **more: Any) -> tuple[Any, Any]:
         model, level, fp8, torch.optim.SGD(model.parameters(), lr=0.05), **more
     )
     return (DistributedDataParallel(model) if wrap == "ddp" else model), optimizer
-
-
-FEW = [("fsdp2", "O5", "current"), ("fsdp2", "O4", "delayed"), ("ddp", "O5", "block")]
-ALL = itertools.product(("ddp", "fsdp2"), ("O4", "O5"), RECIPE_NAMES)
-
-
-@ranks(RANKS)
-@pytest.mark.parametrize(
-    ("wrap", "level", "recipe"),
-    [*FEW, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL if case not in FEW)],
-)
-def test_ranks_train_as_one_process(rank: int, wrap: str, level: str, recipe: str) -> None:
-    """Every rank has the whole batch, so the gradients are those of one process."""
-    data = list(itertools.islice(batches(), 3))
-    # Ranks draw different bits, so that the noise of their gradients is independent.
-    rounding = {"stochastic_rounding": False} if recipe in FP4 else {}
-    fp8 = {"recipe": recipe, **rounding}
-    plain = net()
-    plain, optimizer = initialize(plain, level, fp8, torch.optim.SGD(plain.parameters(), lr=0.05))
-    start = weights(net())
-    for x, y in data:
-        step(plain, optimizer, x, y)
-    expected = weights(plain)
-    amp.get_session().close()
-    model, optimizer = wrapped(wrap, level, fp8)
-    for x, y in data:
-        step(model, optimizer, x, y)
-    for name, value in weights(model).items():
-        moved = (expected[name] - start[name]).norm()
-        assert moved > 0
-        error = ((value - expected[name]).norm() / moved).item()
-        assert error <= 0.02, (name, error)
-    assert_equal_on_ranks(list(weights(model).values()))
-    amp.get_session().close()
 
 
 @ranks(RANKS)
@@ -115,7 +68,7 @@ def test_a_resumed_run_in_fp4_is_the_uninterrupted_one(rank: int, wrap: str) -> 
                 optimizer.load_state_dict(state[1])
                 amp.load_state_dict(state[2])
             step(model, optimizer, x, y)
-        found.append(weights(model))
+        found.append(weights_of(model))
         amp.get_session().close()
     for name, value in found[0].items():
         assert torch.equal(found[1][name], value), name
@@ -128,7 +81,6 @@ def test_a_resumed_run_in_fp4_is_the_uninterrupted_one(rank: int, wrap: str) -> 
     theirs = [torch.empty_like(ours) for _ in range(RANKS)]
     distributed.all_gather(theirs, ours)
     assert not torch.equal(*theirs)
-    amp.get_session().close()
 
 
 @ranks(RANKS)
@@ -141,21 +93,10 @@ def test_scales_are_equal_on_all_ranks_by_one_collective(
     fp8 = {"recipe": "delayed", "reduce_amax": shares}
     model, optimizer = wrapped(wrap, level, fp8)
     seen = []
-    calls: list[Any] = []
-    all_reduce = distributed.all_reduce
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("op") == distributed.ReduceOp.MAX:
-            calls.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    distributed.all_reduce = counted
-    try:
+    with all_reduces(distributed.ReduceOp.MAX) as calls:
         for x, y in itertools.islice(batches(seed=rank), 3):
             step(model, optimizer, x * (1 + 3 * rank), y)
             seen.append(history().amaxes.clone())
-    finally:
-        distributed.all_reduce = all_reduce
     ours = seen[-1][1:4]
     theirs = [torch.empty_like(ours) for _ in range(RANKS)]
     distributed.all_gather(theirs, ours)
@@ -164,7 +105,6 @@ def test_scales_are_equal_on_all_ranks_by_one_collective(
     # One collective for each step: what was seen, and found_inf with it.
     per_step = [history().seen.numel() + 1] if shares else [1] * (wrap == "fsdp2")
     assert calls == 3 * per_step
-    amp.get_session().close()
 
 
 @ranks(RANKS)
@@ -176,7 +116,6 @@ def test_a_bare_step_shares_too(rank: int) -> None:
         optimizer.step()
     assert_equal_on_ranks([history().amaxes, factors_of(history())])
     assert history().amaxes[2].all()
-    amp.get_session().close()
 
 
 @ranks(RANKS)
@@ -187,12 +126,11 @@ def test_an_overflow_on_one_rank_skips_on_all(rank: int, recipe: str) -> None:
     x = x.detach()
     if rank == 1:
         x[0, 0] = torch.inf
-    before = weights(model)
+    before = weights_of(model)
     step(model, optimizer, x, y)
     assert amp.step_was_skipped(optimizer)
-    for name, value in weights(model).items():
+    for name, value in weights_of(model).items():
         assert torch.equal(value, before[name])
     if history() is not None:
         assert history().amaxes.isfinite().all()
         assert_equal_on_ranks([history().amaxes])
-    amp.get_session().close()

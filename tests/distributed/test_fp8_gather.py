@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from amp.casting.sharded import params_of_fsdp2
 from amp.errors import AmpRuntimeError
 from tests.distributed import models
 from tests.distributed.test_dcp import load, state_of
-from tests.distributed.test_fp8 import net, step, weights
+from tests.distributed.test_fp8 import net, step
 from tests.distributed.world import ranks, world
 from tests.fp8_models import batches, initialize
 
@@ -35,26 +35,12 @@ def sharded(**options: Any) -> Any:
     return fully_shard(model, **options)
 
 
-class Traffic:
-    """What is reduced by maximum, and how often weights are quantized by row."""
+class Traffic(NamedTuple):
+    """How many bytes are gathered, what is reduced, and how often weights are quantized by row."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.gathered = 0
-        self.reduced: list[int] = []
-        self.quantized = 0
-        reduce, quantize = distributed.all_reduce, Layer.quantize
-
-        def reduced(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("op") == distributed.ReduceOp.MAX:
-                self.reduced.append(tensor.numel())
-            return reduce(tensor, *args, **kwargs)
-
-        def quantized(layer: Any, x: Tensor, entry: int, **kwargs: Any) -> Any:
-            self.quantized += entry == WEIGHT and kwargs["by_row"]
-            return quantize(layer, x, entry, **kwargs)
-
-        monkeypatch.setattr(distributed, "all_reduce", reduced)
-        monkeypatch.setattr(Layer, "quantize", quantized)
+    gathered: int
+    reduced: list[int]
+    quantized: int
 
 
 def trained(level: str, fp8: Any, **options: Any) -> tuple[list[Tensor], Traffic]:
@@ -62,21 +48,26 @@ def trained(level: str, fp8: Any, **options: Any) -> tuple[list[Tensor], Traffic
     model = sharded(**options)
     optimizer = models.make_optimizer("fused" if level == "O5" else "sgd", model)
     model, optimizer = initialize(model, level, fp8, optimizer)
-    found = []
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        traffic = Traffic(monkeypatch)
+    found, weights, quantize = [], [], Layer.quantize
+
+    def quantized(layer: Any, x: Tensor, entry: int, **kwargs: Any) -> Any:
+        if entry == WEIGHT and kwargs["by_row"]:
+            weights.append(x)
+        return quantize(layer, x, entry, **kwargs)
+
+    maxima = models.all_reduces(distributed.ReduceOp.MAX)
+    with pytest.MonkeyPatch.context() as monkeypatch, maxima as reduced:
+        monkeypatch.setattr(Layer, "quantize", quantized)
         for x, y in itertools.islice(batches(), 3):
             step(model, optimizer, x, y)
             found.append(model(x).detach().float())
-    found += weights(model).values()
+    found += models.weights_of(model).values()
     of_weights = [params_of_fsdp2(model)[layer, "weight"] for layer in (model.first, model.third)]
-    traffic.gathered = sum(
-        x.numel() * x.itemsize for each in of_weights for x in each.all_gather_outputs
-    )
+    gathered = sum(x.numel() * x.itemsize for each in of_weights for x in each.all_gather_outputs)
     amp.get_session().close()
     if level == "O4":
         found.append(model(x).detach())  # FSDP2 gathers as before
-    return found, traffic
+    return found, Traffic(gathered, reduced, len(weights))
 
 
 def check_bits(_: int) -> None:
@@ -126,7 +117,7 @@ def check_checkpoint(_: int, path: str) -> None:
                 dcp.save(state_of(model, optimizer), checkpoint_id=path)
             step(model, optimizer, x, y)
         amp.get_session().close()
-        return list(weights(model).values())
+        return list(models.weights_of(model).values())
 
     expected = run(True, goes_on=False)
     for all_gather in (True, False):

@@ -7,17 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import (
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 import amp
 from amp.optimizers import FusedAdam, FusedLAMB
 from amp.training.attached_optimizer import AttachedOptimizer
 from tests.distributed.models import (
     assert_equal_on_ranks,
+    backward,
     batches,
     data_rank,
     fsdp1,
@@ -31,10 +28,9 @@ from tests.distributed.models import (
     weights_of,
 )
 from tests.distributed.world import ranks
-from tests.levels import DYNAMIC, LEVELS, WITH_MASTERS, levels_where
+from tests.levels import LEVELS, WITH_MASTERS, levels_where
 
 CAST = levels_where(lambda properties: properties.cast_model_type in (torch.float16, torch.bfloat16))
-NOT_CAST = [level for level in LEVELS if level not in CAST]
 
 
 def gathered(model: Any) -> dict[str, torch.dtype]:
@@ -203,26 +199,6 @@ def test_a_policy_of_the_users_works_at_o0(rank: int, which: int) -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("level", [level for level in DYNAMIC if level in NOT_CAST])
-def test_the_first_fsdp_agrees_on_an_overflow(rank: int, level: str) -> None:
-    """The first FSDP agrees on an overflow in one rank's shard."""
-    model = fsdp1(make())
-    model, optimizer = initialize(model, sgd(model), level, loss_scale={"init": 1024.0})
-    scales = []
-    for step, (x, y) in enumerate(batches(*data_rank("fsdp2"))):
-        optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-            if rank == 1 and step == 1:
-                next(p.grad for p in model.parameters() if p.numel()).view(-1)[0] = torch.inf
-        optimizer.step()
-        assert amp.step_was_skipped(optimizer) == (step == 1)
-        scales.append(amp.loss_scale())
-    assert scales == [1024, 512, 512, 512], scales
-    assert_equal_on_ranks([torch.tensor(scales)])
-
-
-@ranks(2)
 def test_what_the_first_fsdp_cannot_do_is_refused(rank: int) -> None:
     model = fsdp1(make())
     for level in CAST:
@@ -239,8 +215,7 @@ def test_what_the_first_fsdp_cannot_do_is_refused(rank: int) -> None:
     for optimizer in (FusedLAMB(model.parameters()), FusedAdam(model.parameters(), max_grad_norm=1.0)):
         _, made = initialize(model, optimizer, "O4")
         (x, y), *_ = batches(*data_rank("fsdp2"))
-        with amp.scale_loss(loss_of(model, x, y), made) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_of(model, x, y), made)
         with pytest.raises(TypeError, match="flat shard of FullyShardedDataParallel"):
             made.step()
         amp.get_session().close()
@@ -257,9 +232,5 @@ def test_units_of_norms_and_parts_of_models_train(rank: int, level: str) -> None
     low = amp.get_session().properties.cast_model_type
     assert model.head.weight.dtype is low
     (x, y), *_ = batches()  # the same on each rank: nothing reduces the head's gradients
-    for _ in range(2):
-        optimizer.zero_grad()
-        with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+    train(model, optimizer, [(x, y)] * 2)
     assert_equal_on_ranks(weights_of(model).values())

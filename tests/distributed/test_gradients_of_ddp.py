@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -109,18 +110,12 @@ def accumulated_without_communication(t: Training) -> None:
         t.step()
 
 
-def a_backward_outside_of_a_block(t: Training) -> None:
-    """It adds to the gradients of the step before, in DDP's buckets."""
+def a_backward_outside_of_a_block(t: Training, zeroes: bool = False) -> None:
+    """It adds to the gradients of the step before, in DDP's buckets, unless these are zeroed."""
     t.backward(t.loss())
     t.step()
-    t.loss().backward()  # type: ignore[no-untyped-call]
-    t.step()
-
-
-def a_backward_outside_after_zero_grad(t: Training) -> None:
-    t.backward(t.loss())
-    t.step()
-    t.optimizer.zero_grad()
+    if zeroes:
+        t.optimizer.zero_grad()
     t.loss().backward()  # type: ignore[no-untyped-call]
     t.step()
 
@@ -128,16 +123,12 @@ def a_backward_outside_after_zero_grad(t: Training) -> None:
 SCRIPTS: dict[str, Callable[[Training], None]] = {
     script.__name__: script
     for script in (
-        zero_grad_after_the_forward,
-        never_zeroed,
-        two_forwards,
-        clipped_after_the_next_forward,
-        assigned_after_the_next_forward,
-        accumulated_without_communication,
+        *(zero_grad_after_the_forward, never_zeroed, two_forwards, clipped_after_the_next_forward),
+        *(assigned_after_the_next_forward, accumulated_without_communication),
         a_backward_outside_of_a_block,
-        a_backward_outside_after_zero_grad,
     )
 }
+SCRIPTS["a_backward_outside_after_zero_grad"] = partial(a_backward_outside_of_a_block, zeroes=True)
 
 
 @ranks(2)

@@ -18,8 +18,8 @@ from torch.distributed.tensor.parallel import (
 import amp
 from amp.numerics.memory import footprint
 from amp.optimizers import FusedAdam
-from tests.distributed.models import mesh
-from tests.distributed.world import ranks, world
+from tests.distributed.models import backward, mesh
+from tests.distributed.world import ranks
 from tests.levels import DYNAMIC
 
 WIDTH = 32
@@ -38,7 +38,19 @@ def network() -> nn.Module:
     return nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
 
 
-def check(rank: int, level: str, optimizer: str, options: dict[str, Any]) -> None:
+@ranks({2: 2, 4: 4})
+@pytest.mark.parametrize(
+    ("level", "optimizer", "options"),
+    [
+        *(("O0", "adamw", {}), ("O1", "adamw", {}), ("O2", "adamw", {}), ("O3", "fusedadam", {})),
+        *(("O5", "adamw", {}), ("O5", "fusedadam", {})),
+        ("O5", "fusedadam", {"state_dtype": "bfloat16"}),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_keeps_what_footprint_says(
+    rank: int, size: int, level: str, optimizer: str, options: dict[str, Any]
+) -> None:
     model: Any = network()
     for layer in model:
         fully_shard(layer, mesh=mesh("data"))
@@ -49,8 +61,7 @@ def check(rank: int, level: str, optimizer: str, options: dict[str, Any]) -> Non
     model, made = amp.initialize(model, made, opt_level=level, verbosity=0, **scaling, **options)
     for _ in range(2):
         made.zero_grad()
-        with amp.scale_loss(model(torch.randn(4, WIDTH)).square().mean(), made) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.randn(4, WIDTH)).square().mean(), made)
         before: dict[str, list[Tensor]] = {
             "weights": list(model.parameters()),
             "gradients": [parameter.grad for parameter in model.parameters()],
@@ -71,21 +82,6 @@ def check(rank: int, level: str, optimizer: str, options: dict[str, Any]) -> Non
         assert abs(after_zero_grad - 12 * parameters / ranks) <= steps
 
 
-@pytest.mark.parametrize(
-    ("level", "optimizer", "options"),
-    [
-        *(("O0", "adamw", {}), ("O1", "adamw", {}), ("O2", "adamw", {}), ("O3", "fusedadam", {})),
-        *(("O5", "adamw", {}), ("O5", "fusedadam", {})),
-        ("O5", "fusedadam", {"state_dtype": "bfloat16"}),
-    ],
-)
-@pytest.mark.parametrize("size", [2, 4])
-def test_each_rank_keeps_what_footprint_says(
-    size: int, level: str, optimizer: str, options: dict[str, Any]
-) -> None:
-    world(size).run(check, level, optimizer, options)
-
-
 def trained(moves: bool) -> list[Tensor]:
     """Train three steps; before the last one shards may move, and what they leave is overwritten."""
     torch.manual_seed(0)
@@ -99,8 +95,7 @@ def trained(moves: bool) -> list[Tensor]:
     masters: list[Any] = list(amp.master_params(optimizer))
     left = []
     for step in range(3):
-        with amp.scale_loss(model(torch.ones(2, WIDTH)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
         for tensor in (*weights, *masters) if moves and step == 2 else ():
             old = tensor._local_tensor.detach()
             tensor._local_tensor = old.clone()

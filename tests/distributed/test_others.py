@@ -11,19 +11,14 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 from torch.nn import functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from tests.distributed.models import (
     OPTIMIZERS,
-    SIZES,
-    WRAPS,
     assert_equal_on_ranks,
+    backward,
     batches,
-    data_rank,
-    loss_of,
     make,
-    make_optimizer,
     mesh,
     train,
     weights_of,
@@ -93,9 +88,7 @@ def test_loss_parallel_trains(rank: int, level: str) -> None:
             y = torch.randint(6, (8,), generator=generator, device="cpu").to(torch.get_default_device())
             optimizer.zero_grad()
             with loss_parallel():
-                loss = F.cross_entropy(model(x), y)
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(F.cross_entropy(model(x), y), optimizer)
             optimizer.step()
         weights = weights_of(model)
         amp.get_session().close()
@@ -105,57 +98,3 @@ def test_loss_parallel_trains(rank: int, level: str) -> None:
     for name, value in expected.items():
         assert (weights[name] - value).norm() < (1e-5 if level == "O0" else 0.02) * value.norm(), name
     assert_equal_on_ranks(weights.values())
-
-
-@ranks(SIZES)
-@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
-@pytest.mark.parametrize("wrap", ["fsdp2", "hsdp", "sp", "fsdp2+sp"])
-def test_grad_scaler_agrees_over_the_ranks(rank: int, wrap: str, optimizer: str) -> None:
-    """Torch's own loop, with this library's scaler: sums to be made, and an inf on one rank."""
-    model = WRAPS[wrap](make())
-    made = make_optimizer(optimizer, model)
-    scaler = amp.GradScaler(torch.get_default_device().type, init_scale=1024.0)
-    scales = []
-    for step, (x, y) in enumerate(batches(*data_rank(wrap))):
-        before = weights_of(model)
-        made.zero_grad()
-        scaler.scale(loss_of(model, x, y)).backward()
-        grad: Any = model.layers[0].up.weight.grad
-        if step == 1 and rank == distributed.get_world_size() - 1:
-            getattr(grad, "_local_tensor", grad)[0, 0] = torch.inf
-        if step == 2:
-            scaler.unscale_(made)
-        scaler.step(made)
-        scaler.update()
-        assert scaler.step_was_skipped(made) == (step == 1)
-        after = weights_of(model)
-        assert all(torch.equal(before[name], after[name]) for name in after) == (step == 1)
-        scales.append(scaler.get_scale())
-    assert scales == [1024, 512, 512, 512]
-    assert_equal_on_ranks([*after.values(), torch.tensor(scales)])
-
-
-@ranks(2)
-@pytest.mark.parametrize("level", DYNAMIC)
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_compiled_models_accumulate_without_reduction(rank: int, wrap: str, level: str) -> None:
-    """A compiled model accumulates under no_sync as an eager one does."""
-    model = make()
-    if wrap in WRAPS:
-        model = WRAPS[wrap](model)
-    model, optimizer = amp.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level=level, verbosity=0
-    )
-    wrapped: Any = DistributedDataParallel(model) if wrap == "ddp" else model
-    compiled: Any = torch.compile(wrapped, backend="eager")
-    data = list(batches(*data_rank(wrap)))
-    for i, (x, y) in enumerate(data):
-        reduces = i == len(data) - 1
-        if wrap == "ddp":
-            wrapped.require_backward_grad_sync = reduces  # what no_sync() sets
-        else:
-            wrapped.set_requires_gradient_sync(reduces)
-        with amp.scale_loss(loss_of(compiled, x, y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-    optimizer.step()
-    assert_equal_on_ranks(weights_of(model).values())

@@ -18,7 +18,7 @@ import amp
 from amp import dcp
 from amp.kernels.tensor_lists import local
 from amp.optimizers import FusedAdam
-from tests.distributed.models import initialize, mesh, shard, whole
+from tests.distributed.models import both, initialize, mesh, shard, whole
 from tests.distributed.world import ranks, world
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -41,17 +41,12 @@ def tensor_parallel(model: Any, on: Any = None) -> Any:
     return parallelize_module(model, on or mesh("tensor"), plan)
 
 
-def around_tensor_parallel(model: Any) -> Any:
-    grid = mesh("data", "tensor")
-    return shard(tensor_parallel(model, grid["tensor"]), grid["data"])
-
-
 WRAPS: dict[str, Any] = {
     "ddp": DistributedDataParallel,
     "fsdp2": shard,
     "hsdp": lambda model: shard(model, mesh("copies", "data")),
     "tp": tensor_parallel,
-    "fsdp2+tp": around_tensor_parallel,
+    "fsdp2+tp": both(tensor_parallel),
 }
 
 
@@ -145,7 +140,9 @@ def test_what_is_cut_in_two_inner_dimensions_is_refused(rank: int) -> None:
     FusedAdam([whole_weight], state_dtype="packed16").step()
 
 
-def check_whole_moments(rank: int, kind: str | None) -> None:
+@ranks(2)
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_a_whole_moment_of_a_part_is_refused(rank: int, kind: str | None) -> None:
     """A moment that is whole on each rank is refused, and not taken for this rank's part."""
     model = shard(Uneven())
     optimizer: Any = (FusedAdam if kind else torch.optim.AdamW)(model.parameters(), lr=0.02)
@@ -161,11 +158,6 @@ def check_whole_moments(rank: int, kind: str | None) -> None:
         optimizer.state[parameter]["exp_avg"] = optimizer.state[parameter]["exp_avg"].full_tensor()
         with pytest.raises(amp.AmpError, match="no usable 'exp_avg'"):
             take_steps(model, optimizer, range(1))
-
-
-@pytest.mark.parametrize("kind", [*KINDS, None])
-def test_a_whole_moment_of_a_part_is_refused(kind: str | None) -> None:
-    world(2).run(check_whole_moments, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed._composable.replicate import replicate
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -24,15 +23,18 @@ from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.distributed.models import (
     WIDTH,
     assert_equal_on_ranks,
+    backward,
     batches,
     data_rank,
+    end_of,
     fsdp1,
     initialize,
     loss_of,
     make,
+    make_optimizer,
     mesh,
-    parallelize,
     parallelize_sequence,
+    prepared,
     sgd,
     shard,
     weights_of,
@@ -47,11 +49,6 @@ QUICK = ["O1", "O2", "O5"]
 
 def with_sgd(model: Any, level: str, **options: Any) -> Any:
     return initialize(model, sgd(model), level, **options)
-
-
-def backward(loss: Tensor, optimizer: Any, **options: Any) -> None:
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
 
 
 # Where accumulation without communication hides from a look at the model.
@@ -108,12 +105,20 @@ def replicated(level: str, first: bool) -> Hidden:
     return model, optimizer, model, functools.partial(not_synced, model)
 
 
+def compiled(level: str, wrap: str) -> Hidden:
+    model, wrapped, optimizer = prepared(wrap, level, sgd)
+    without_sync = wrapped.no_sync if wrap == "ddp" else functools.partial(not_synced, model)
+    return model, optimizer, torch.compile(wrapped, backend="eager"), without_sync
+
+
 HIDDEN: dict[str, Callable[[str], Hidden]] = {
     "DDP around a part": ddp_of_a_part,
     "DDP and a bare forward": ddp_and_bare,
     "DDP around checkpoints": ddp_of_checkpoints,
     "replicate, initialize": functools.partial(replicated, first=True),
     "initialize, replicate": functools.partial(replicated, first=False),
+    "compiled DDP": functools.partial(compiled, wrap="ddp"),
+    "compiled FSDP2": functools.partial(compiled, wrap="fsdp2"),
 }
 
 
@@ -190,8 +195,7 @@ def test_gradients_that_are_dropped_are_dropped_where_fsdp_keeps_them(
                 backward(loss_of(model, x, y), optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
-        ends.append(torch.cat([value.flatten() for value in weights_of(model).values()]))
-        amp.get_session().close()
+        ends.append(end_of(model))
     assert torch.equal(*ends)
 
 
@@ -260,8 +264,7 @@ def test_held_gradients_survive_a_backward_into_the_same_buckets(rank: int, leve
             loss_of(ddp, x, y).backward()  # outside of any block
             for optimizer in optimizers:
                 optimizer.step()
-        ends.append(torch.cat([value.flatten() for value in weights_of(model).values()]))
-        amp.get_session().close()
+        ends.append(end_of(model))
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=1e-5)
 
 
@@ -331,46 +334,6 @@ def test_a_sum_that_cannot_be_made_names_the_collective(rank: int) -> None:
         patch.setattr(DTensor, "redistribute", time_out)
 
 
-@ranks(4)
-@pytest.mark.parametrize("kind", ["hybrid", "tp"])
-@pytest.mark.slow
-def test_the_first_fsdp_agrees_over_all_dimensions(rank: int, kind: str) -> None:
-    on = mesh("first", "second")
-    if kind == "hybrid":
-        strategy = ShardingStrategy.HYBRID_SHARD
-        model = fsdp1(make(), device_mesh=on, sharding_strategy=strategy)
-    else:
-        cut = parallelize(make(), on["second"])
-        model = fsdp1(cut, device_mesh=on["first"])
-    model, optimizer = with_sgd(model, "O1", loss_scale={"init": 1024.0})
-    (x, y), *_ = batches(*data_rank("fsdp2+tp" if kind == "tp" else "hsdp"))
-    with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-        if rank == 3:
-            grads: list[Any] = [p.grad for p in model.parameters() if p.grad is not None]
-            next(grad for grad in grads if grad.numel()).view(-1)[0] = torch.inf
-    optimizer.step()
-    assert amp.step_was_skipped(optimizer)
-    assert amp.loss_scale() == 512.0
-
-
-@ranks(2)
-def test_grad_scaler_agrees_for_the_first_fsdp(rank: int) -> None:
-    device = torch.get_default_device()
-    model = fsdp1(make())
-    optimizer = sgd(model)
-    scaler = amp.GradScaler(device.type, init_scale=1024.0)
-    for step, (x, y) in enumerate(batches(*data_rank("fsdp2"))):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, x, y)).backward()
-        if step == 1 and rank == 1:
-            next(p.grad for p in model.parameters() if p.numel()).view(-1)[0] = torch.inf
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.step_was_skipped(optimizer) == (step == 1)
-    assert scaler.get_scale() == 512.0
-
-
 @ranks(2)
 def test_an_overflow_where_ranks_have_different_numbers_of_optimizers(rank: int) -> None:
     """Stages of a pipeline have one optimizer or several: after an overflow no rank waits for ever."""
@@ -403,8 +366,7 @@ def test_a_rank_may_ask_alone_whether_a_step_was_skipped(rank: int) -> None:
         fused = FusedSGD(model.parameters(), lr=0.1)
         model, optimizer = initialize(model, fused, "O5", loss_scale={"init": 4.0})
         for x, y in batches(*data_rank("fsdp2")):
-            with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            backward(loss_of(model, x, y), optimizer)
             optimizer.step()
             assert rank or not amp.step_was_skipped(optimizer)
             model.zero_grad(set_to_none=False)  # amp does not see it
@@ -509,11 +471,9 @@ def test_looking_at_a_checkpoint_between_micro_batches_changes_nothing(
     """`get_state_dict` before the first step makes the optimizer's state, and takes no gradients."""
     ends = []
     for looks in (False, True):
-        model = shard(make()) if wrap == "fsdp2" else make()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        adamw = functools.partial(make_optimizer, "adamw")
         scaling: Any = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
-        model, optimizer = initialize(model, optimizer, level, **scaling)
-        wrapped: Any = DistributedDataParallel(model) if wrap == "ddp" else model
+        model, wrapped, optimizer = prepared(wrap, level, adamw, **scaling)
         (first, second, *_) = batches(*data_rank(wrap))
         with wrapped.no_sync() if wrap == "ddp" else not_synced(wrapped):
             backward(loss_of(wrapped, *first), optimizer)
@@ -521,8 +481,7 @@ def test_looking_at_a_checkpoint_between_micro_batches_changes_nothing(
             amp.get_state_dict(wrapped, optimizer)
         backward(loss_of(wrapped, *second), optimizer)
         optimizer.step()
-        ends.append(torch.cat([value.flatten() for value in weights_of(model).values()]))
-        amp.get_session().close()
+        ends.append(end_of(model))
     assert torch.equal(*ends)
 
 

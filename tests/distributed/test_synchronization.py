@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -9,20 +10,20 @@ import pytest
 import torch
 from torch import distributed
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 
 import amp
+from tests.distributed import models
 from tests.distributed.models import (
-    WRAPS,
+    SIZES,
     assert_equal_on_ranks,
+    backward,
     batches,
     data_rank,
-    fsdp1,
     loss_of,
     make,
     whole,
 )
-from tests.distributed.world import ranks, world
+from tests.distributed.world import ranks
 from tests.levels import DYNAMIC, LEVELS, WITH_MASTERS
 
 FSDP1_LEVELS = [level for level in LEVELS if level in ("O0", "O1", "O4")]
@@ -37,46 +38,40 @@ def not_synced(model: Any) -> Any:
 
 
 def prepared(wrap: str, level: str, **options: Any) -> tuple[Any, Any, Any]:
-    """Return a model, what computes its forward, and its optimizer."""
-    model = make()
-    if wrap in WRAPS:
-        model = WRAPS[wrap](model)
-    if wrap == "fsdp1":
-        model = fsdp1(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
-    views = wrap == "ddp views"
-    wrapped = model
-    if wrap.startswith("ddp"):
-        wrapped = DistributedDataParallel(
-            model, gradient_as_bucket_view=views, static_graph=wrap == "ddp static"
-        )
-    return model, wrapped, optimizer
+    return models.prepared(
+        wrap, level, lambda model: torch.optim.SGD(model.parameters(), lr=1.0), **options
+    )
 
 
 def without_sync(wrapped: Any) -> AbstractContextManager[Any]:
     return wrapped.no_sync() if hasattr(wrapped, "no_sync") else not_synced(wrapped)
 
 
-def check_accumulates(rank: int, wrap: str, level: str) -> None:
+@ranks({**SIZES, "ddp views": 2, "ddp static": 2})
+@pytest.mark.parametrize(
+    ("wrap", "level"),
+    [
+        *itertools.product(["ddp", "ddp views", "ddp static", "fsdp2", "hsdp"], LEVELS),
+        *(("fsdp1", level) for level in FSDP1_LEVELS),
+    ],
+)
+def test_micro_batches_that_are_not_reduced_add_up_without_delay_unscale(
+    rank: int, wrap: str, level: str
+) -> None:
     """One step of size 1 on the sum of all batches moves the weights by minus that sum."""
     scaling = {"loss_scale": {"init": 64.0, "growth_interval": 1}} if level in DYNAMIC else {}
     model, wrapped, optimizer = prepared(wrap, level, **scaling)
     expected = make()
     data = list(zip(batches(*data_rank(wrap)), batches(), strict=True))
     if wrap == "ddp static":  # its first backward has to reduce
-        with amp.scale_loss(loss_of(wrapped, *data[0][0]), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        backward(loss_of(wrapped, *data[0][0]), optimizer)
     for _ in range(2):
         optimizer.zero_grad()
         expected.zero_grad()
         before = {name: whole(value).float().clone() for name, value in model.state_dict().items()}
         for i, (own, all_ranks) in enumerate(data):
-            with (
-                without_sync(wrapped) if i < len(data) - 1 else nullcontext(),
-                amp.scale_loss(loss_of(wrapped, *own), optimizer) as scaled_loss,
-            ):
-                scaled_loss.backward()
+            with without_sync(wrapped) if i < len(data) - 1 else nullcontext():
+                backward(loss_of(wrapped, *own), optimizer)
             loss_of(expected, *all_ranks).backward()
         optimizer.step()
         weights = {name: whole(value).float() for name, value in model.state_dict().items()}
@@ -102,16 +97,15 @@ def test_a_block_of_another_scale_between_them_is_refused(rank: int, wrap: str, 
     """Before anything is touched: the accumulated gradients can still be stepped on."""
     model, wrapped, optimizer = prepared(wrap, level, num_losses=2)
     (x, y), *_ = batches(*data_rank(wrap))
-    with without_sync(wrapped), amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    with without_sync(wrapped):
+        backward(loss_of(wrapped, x, y), optimizer)
     loss = loss_of(wrapped, x, y)
     with (
         pytest.raises(amp.AmpError, match="not reduced over the ranks.* one loss_id"),
         amp.scale_loss(loss, optimizer, loss_id=1),
     ):
         raise NotImplementedError
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    backward(loss, optimizer)
     optimizer.step()
     assert_equal_on_ranks(whole(value) for value in model.state_dict().values())
 
@@ -121,8 +115,8 @@ def test_a_block_of_another_scale_between_them_is_refused(rank: int, wrap: str, 
 def test_a_step_on_gradients_that_were_never_reduced_warns(rank: int, wrap: str) -> None:
     _, wrapped, optimizer = prepared(wrap, "O1")
     (x, y), *_ = batches(*data_rank(wrap))
-    with without_sync(wrapped), amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    with without_sync(wrapped):
+        backward(loss_of(wrapped, x, y), optimizer)
     with pytest.warns(amp.AmpWarning, match="not reduced over the ranks"):
         optimizer.step()
 
@@ -136,26 +130,8 @@ def test_join_is_refused_where_ranks_would_part(rank: int, level: str) -> None:
     with wrapped.join(enable=True, throw_on_early_termination=False):
         for x, y in list(batches(*data_rank("ddp")))[: 2 + 2 * rank * allowed]:
             with raises:
-                with amp.scale_loss(loss_of(wrapped, x, y), optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                backward(loss_of(wrapped, x, y), optimizer)
                 optimizer.step()
         if not allowed:
             wrapped._join_config = wrapped._join_config._replace(enable=False)
             distributed.barrier()
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("wrap", ["ddp", "ddp views", "ddp static", "fsdp2"])
-def test_micro_batches_that_are_not_reduced_add_up_without_delay_unscale(wrap: str, level: str) -> None:
-    world(2).run(check_accumulates, wrap, level)
-
-
-@pytest.mark.parametrize("level", FSDP1_LEVELS)
-def test_so_they_do_under_the_first_fsdp(level: str) -> None:
-    world(2).run(check_accumulates, "fsdp1", level)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.slow
-def test_so_they_do_under_hsdp(level: str) -> None:
-    world(4).run(check_accumulates, "hsdp", level)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,12 +14,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp
 from tests.distributed.models import (
+    FSDP1,
     OPTIMIZERS,
     SIZES,
     WRAPS,
     assert_equal_on_ranks,
     batches,
     data_rank,
+    initialize,
+    loss_of,
     make,
     make_optimizer,
     mesh,
@@ -84,36 +88,64 @@ def check_trains(rank: int, wrap: str, kind: str, level: str, optimizer: str) ->
     assert_equal_on_ranks(weights[name] for name in names)
 
 
-@ranks(SIZES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", DYNAMIC)
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(
-    rank: int, wrap: str, level: str, optimizer: str
-) -> None:
-    """An inf in the gradients of one rank, in its own shard where it has one."""
-    model = WRAPS[wrap](make())
+def check_overflow(wrap: str, optimizer: str, level: str | None) -> None:
+    """An inf in the gradients of one rank, in its own shard where it has one.
+
+    At a level, or without one in torch's own loop, with this library's scaler.
+    """
+    model = (WRAPS | FSDP1)[wrap](make())
     made = make_optimizer(optimizer, model)
-    model, made = amp.initialize(
-        model, made, opt_level=level, verbosity=0, loss_scale={"init": 1024.0, "growth_interval": 2}
-    )
-    is_bad_rank = rank == distributed.get_world_size() - 1
+    scaler: Any = None
+    if level is None:
+        device = torch.get_default_device().type
+        scaler = amp.GradScaler(device, init_scale=1024.0, growth_interval=2)
+    else:
+        scaling = {"init": 1024.0, "growth_interval": 2}
+        model, made = initialize(model, made, level, loss_scale=scaling)
+    is_bad_rank = distributed.get_rank() == distributed.get_world_size() - 1
     scales = []
     for step, (x, y) in enumerate(batches(*data_rank(wrap))):
         before = weights_of(model)
         made.zero_grad()
-        with amp.scale_loss((model(x).float() - y).square().mean(), made) as scaled_loss:
+        loss = loss_of(model, x, y)
+        block = amp.scale_loss(loss, made) if scaler is None else nullcontext(scaler.scale(loss))
+        with block as scaled_loss:
             scaled_loss.backward()
-            grad: Any = model.layers[0].up.weight.grad
             if is_bad_rank and step == 1:
-                getattr(grad, "_local_tensor", grad)[0, 0] = torch.inf
-        made.step()
-        assert amp.step_was_skipped(made) == (step == 1)
+                grads = [p.grad for p in (model.layers[0].up.weight, *model.parameters())]
+                local = [getattr(grad, "_local_tensor", grad) for grad in grads if grad is not None]
+                next(grad for grad in local if grad.numel()).view(-1)[0] = torch.inf
+        if scaler is None:
+            made.step()
+        else:
+            if step == 2:
+                scaler.unscale_(made)
+            scaler.step(made)
+            scaler.update()
+        assert (scaler or amp).step_was_skipped(made) == (step == 1)
         after = weights_of(model)
         assert all(torch.equal(before[n], after[n]) for n in after) == (step == 1)
-        scales.append(amp.loss_scale())
+        scales.append(amp.loss_scale() if scaler is None else scaler.get_scale())
     assert scales == [1024, 512, 512, 1024], scales
     assert_equal_on_ranks([*after.values(), torch.tensor(scales)])
+
+
+@ranks(SIZES)
+@pytest.mark.parametrize(
+    ("wrap", "level", "optimizer"),
+    [*itertools.product(WRAPS, DYNAMIC, OPTIMIZERS), *((wrap, "O1", "fused") for wrap in FSDP1)],
+)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(
+    rank: int, wrap: str, level: str, optimizer: str
+) -> None:
+    check_overflow(wrap, optimizer, level)
+
+
+@ranks(SIZES)
+@pytest.mark.parametrize("optimizer", ["sgd", "fused"])
+@pytest.mark.parametrize("wrap", ["fsdp2", "hsdp", "sp", "fsdp2+sp", "fsdp1"])
+def test_grad_scaler_agrees_over_the_ranks(rank: int, wrap: str, optimizer: str) -> None:
+    check_overflow(wrap, optimizer, None)
 
 
 @pytest.mark.parametrize(

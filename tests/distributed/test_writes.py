@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import amp
 from tests.distributed.models import (
     assert_equal_on_ranks,
+    backward,
     batches,
     data_rank,
     initialize,
@@ -42,36 +43,30 @@ def shard_through_data(model: Any, traced: bool) -> None:
         local_of(p.detach() if traced else p.data).mul_(FACTOR)
 
 
+def send(tensor: Any, data: Any, traced: bool) -> None:
+    """Send the first rank's part of a tensor to all, where the parts are equal, through `data`."""
+    local, is_first = local_of(data), distributed.get_rank() == 0
+    if isinstance(data, DTensor) and local.numel() * distributed.get_world_size() != data.numel():
+        return
+    sent = FACTOR * local if is_first else torch.empty_like(local)
+    if traced:
+        distributed.broadcast(sent, 0)
+        local_of(tensor.detach()).copy_(sent)
+        return
+    if is_first:
+        local.data.copy_(sent)
+    distributed.broadcast(local, 0)
+
+
 def broadcast(model: Any, traced: bool) -> None:
-    """The first rank's part of each weight goes to all, where the parts are equal."""
     for p in model.parameters():
-        local, size = local_of(p.data), distributed.get_world_size()
-        if isinstance(p, DTensor) and local.numel() * size != p.numel():
-            continue
-        sent = FACTOR * local if distributed.get_rank() == 0 else torch.empty_like(local)
-        if traced:
-            distributed.broadcast(sent, 0)
-            local_of(p.detach()).copy_(sent)
-            continue
-        if distributed.get_rank() == 0:
-            local.copy_(sent)
-        distributed.broadcast(local_of(p.data), 0)
+        send(p, p.data, traced)
 
 
 def broadcast_entries(model: Any, traced: bool) -> None:
     """Those of the state dict, which are the masters; written between block and step alone."""
     for entry in model.state_dict().values():
-        local, size = local_of(entry), distributed.get_world_size()
-        if isinstance(entry, DTensor) and local.numel() * size != entry.numel():
-            continue
-        sent = FACTOR * local if distributed.get_rank() == 0 else torch.empty_like(local)
-        if traced:
-            distributed.broadcast(sent, 0)
-            local.copy_(sent)
-            continue
-        if distributed.get_rank() == 0:
-            local.data.copy_(sent)
-        distributed.broadcast(local, 0)
+        send(entry, entry, traced)
 
 
 WRITES: dict[str, Callable[[Any, bool], None]] = {
@@ -96,11 +91,7 @@ def trained(kind: str, level: str | None, optimizer: str, write: Any, traced: bo
     for i, (x, y) in enumerate(batches(*data_rank(kind))):
         opt.zero_grad()
         loss = loss_of(called, x, y)
-        if level is None:
-            loss.backward()
-        else:
-            with amp.scale_loss(loss, opt) as scaled_loss:
-                scaled_loss.backward()
+        loss.backward() if level is None else backward(loss, opt)
         is_between = i % 2 or write is broadcast_entries
         if is_between:
             write(model, traced)

@@ -18,68 +18,19 @@ from amp.profiles.loss_scaling import SCALING_KEYS
 from amp.profiles.properties import OVERRIDE_KEYS, PROPERTY_KEYS
 from tests.fuzz.inputs import JUNK, bits, fuzz, model
 
-SCALARS = st.sampled_from(
-    [
-        "true",
-        "no",
-        "~",
-        "1",
-        "-1",
-        "1e39",
-        "1e400",
-        "-.inf",
-        ".nan",
-        ".inf",
-        "0x1f",
-        "!!int abc",
-        "!!timestamp x",
-        "!!map x",
-        "!!seq x",
-        "!!str [a]\n    ",
-        "!!python/object/apply:os.system [ls]",
-        "!foo bar",
-        "!!binary aGk=",
-        "!!float nan",
-        "&a 1",
-        "*a",
-        "[]",
-        "{}",
-        "[1, 2]\n    ",
-        "{a: 1}",
-        "float16",
-        "O2",
-        "O1",
-        "mine.yaml",
-        "/dev/zero",
-        "/",
-        ".",
-        '"\\0"',
-        '"\\ud800"',
-        '"\\UFFFFFFFF"',
-        "dynamic",
-        "kahan",
-        "delayed\n    ",
-        "{init: 8, growth_interval: .inf}",
-        "{init: .nan}",
-        "{hysteresis: 1e400}",
-        "{min: 5, max: 1}",
-        "{a: 1, a: 2}\n    ",
-        "{recipe: delayed, margin: .inf}",
-        "{skip: [[]]}",
-        "[{op: this.s, cast: none}]",
-        "[{op: 1, cast: 2}]\n    ",
-        "[{op: builtins.*, cast: float32}]",
-        "[{op: torch.mm, cast: float32}]",
-        "? [a] : b",
-        "'",
-        '"',
-        "{",
-        "[",
-        "%YAML 9",
-        "@",
-        "---",
-    ]
-).map(str.strip) | st.sampled_from(["9" * 400, "9" * 5000, "\u2028", "\x00", "a/" * 3000])
+_SCALARS = r"""
+true | no | ~ | 1 | -1 | 1e39 | 1e400 | -.inf | .nan | .inf | 0x1f | !!int abc | !!timestamp x
+!!map x | !!seq x | !!str [a] | !!python/object/apply:os.system [ls] | !foo bar | !!binary aGk=
+!!float nan | &a 1 | *a | [] | {} | [1, 2] | {a: 1} | float16 | O2 | O1 | mine.yaml | /dev/zero
+/ | . | "\0" | "\ud800" | "\UFFFFFFFF" | dynamic | kahan | delayed
+{init: 8, growth_interval: .inf} | {init: .nan} | {hysteresis: 1e400} | {min: 5, max: 1}
+{a: 1, a: 2} | {recipe: delayed, margin: .inf} | {skip: [[]]} | [{op: this.s, cast: none}]
+[{op: 1, cast: 2}] | [{op: builtins.*, cast: float32}] | [{op: torch.mm, cast: float32}]
+? [a] : b | ' | " | { | [ | %YAML 9 | @ | ---
+"""
+SCALARS = st.sampled_from(_SCALARS.strip().replace("\n", " | ").split(" | ")) | st.sampled_from(
+    ["9" * 400, "9" * 5000, "\u2028", "\x00", "a/" * 3000]
+)
 LINES = st.one_of(
     st.builds(
         "{}: {}\n".format, st.sampled_from([*PROPERTY_KEYS, "extends", "brief", "<<", "x"]), SCALARS
@@ -110,22 +61,14 @@ def test_other_encodings_are_said(encoding: str, tmp_path: Path) -> None:
     assert amp.load_profile(path).loss_scale == 4.0
 
 
-def check_files(tmp_path: Path, examples: int) -> None:
+@pytest.mark.parametrize("examples", [250, pytest.param(700, marks=pytest.mark.slow)])
+def test_files(tmp_path: Path, examples: int) -> None:
     @fuzz(examples)
     @given(FILES)
     def check(content: bytes) -> None:
         check_file(tmp_path / "mine.yaml", content)
 
     check()
-
-
-def test_files(tmp_path: Path) -> None:
-    check_files(tmp_path, 250)
-
-
-@pytest.mark.slow
-def test_many_files(tmp_path: Path) -> None:
-    check_files(tmp_path, 700)
 
 
 NAMES = [*OVERRIDE_KEYS, "num_losses", "verbosity", "opt_level", "enabled", "process_group"]
@@ -138,7 +81,8 @@ VALUES = JUNK | st.sampled_from(
 )
 
 
-def check_options(examples: int) -> None:
+@pytest.mark.parametrize("examples", [150, pytest.param(400, marks=pytest.mark.slow)])
+def test_options_of_initialize(examples: int) -> None:
     @fuzz(examples)
     @given(st.dictionaries(st.sampled_from(NAMES), VALUES, min_size=1, max_size=3))
     def check(options: dict[str, Any]) -> None:
@@ -156,12 +100,3 @@ def check_options(examples: int) -> None:
         amp.get_session().close()
 
     check()
-
-
-def test_options_of_initialize() -> None:
-    check_options(150)
-
-
-@pytest.mark.slow
-def test_many_options_of_initialize() -> None:
-    check_options(400)

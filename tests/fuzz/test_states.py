@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,14 +22,11 @@ from tests.fuzz.inputs import bits, fuzz, groups, model, mutated
 
 Made = tuple[nn.Module, Any]
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "AdamW": functools.partial(torch.optim.AdamW, lr=0.01),
-    **{
-        cls.__name__: functools.partial(cls, lr=0.01)
-        for cls in (*(FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad),)
-    },
-    "FusedSGD": functools.partial(FusedSGD, lr=0.01, momentum=0.9),
-}
+FUSED: dict[str, Callable[..., Any]] = {
+    cls.__name__: functools.partial(cls, lr=0.01)
+    for cls in (FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad)
+} | {"FusedSGD": functools.partial(FusedSGD, lr=0.01, momentum=0.9)}
+OPTIMIZERS = FUSED | {"AdamW": functools.partial(torch.optim.AdamW, lr=0.01)}
 MASTERS: dict[str, dict[str, Any]] = {
     "none": {"opt_level": "O0"},
     "FP32": {"opt_level": "O2", "loss_scale": {"init": 1024.0}},
@@ -67,7 +63,20 @@ def state_of(net: nn.Module, optimizer: Any) -> Any:
     ), held
 
 
-def check_optimizer(name: str, masters: str, examples: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "masters", "examples"),
+    [
+        ("FusedSGD", "kahan", 60),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("FusedLion", "split16", 60), ("FusedAdam", "FP32", 60)),
+                *((name, masters, 16) for name in FUSED for masters in MASTERS),
+            )
+        ),
+    ],
+)
+def test_optimizers(name: str, masters: str, examples: int) -> None:
     """Load bad state dicts; where one is taken, a step must come of it."""
     made = [started(name, masters)]
     valid = copy.deepcopy(made[0][1].state_dict())
@@ -88,26 +97,6 @@ def check_optimizer(name: str, masters: str, examples: int) -> None:
         made[0] = started(name, masters)
 
     load()
-
-
-@pytest.mark.parametrize(
-    ("name", "masters"),
-    [
-        ("FusedSGD", "kahan"),
-        pytest.param("FusedLion", "split16", marks=pytest.mark.slow),
-        pytest.param("FusedAdam", "FP32", marks=pytest.mark.slow),
-    ],
-)
-def test_optimizers(name: str, masters: str) -> None:
-    check_optimizer(name, masters, 60)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "masters"), [*itertools.product(sorted(OPTIMIZERS.keys() - {"AdamW"}), MASTERS)]
-)
-def test_all_optimizers(name: str, masters: str) -> None:
-    check_optimizer(name, masters, 16)
 
 
 @pytest.mark.parametrize("is_error", [False, True])

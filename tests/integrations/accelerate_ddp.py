@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import warnings
 from pathlib import Path
@@ -14,15 +13,14 @@ from accelerate.state import AcceleratorState
 
 from amp.errors import AmpRuntimeError
 from amp.integrations.accelerate import end, prepare
+from tests.integrations.comparing import on_two_ranks
 from tests.integrations.test_accelerate import Script, net
 
 warnings.simplefilter("ignore")
 
 
-def main(rank: int, folder: Path, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"}
-    torch.set_num_threads(1)
+def main(rank: int, folder: Path) -> None:
+    os.environ["ACCELERATE_USE_CPU"] = "true"
     results = {}
     for level in ("FP32", "O1", "O2", "O5"):
         script = Script(None if level == "FP32" else level)
@@ -45,13 +43,4 @@ def main(rank: int, folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("fork")
-    ranks = [context.Process(target=main, args=(i, Path(sys.argv[1]), port)) for i in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    sys.exit(any(each.exitcode for each in ranks))
+    on_two_ranks(main, Path(sys.argv[1]))

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from amp.integrations.huggingface import AmpTrainer
+from tests.integrations.comparing import options_for
 
 transformers.logging.set_verbosity_error()
 
@@ -109,8 +110,10 @@ def trainer(model: Any, args: Any, level: str | None, cls: Any = AmpTrainer, **s
     data: dict[str, Any] = {"train_dataset": Tokens(), "eval_dataset": Tokens(8)}
     if level is None:
         return Trainer(model, args, **data)
-    scale = {"loss_scale": {"init": 1024, **scale}} if level in ("O1", "O2") else {}
-    return cls(model, args, opt_level=level, amp_options={"verbosity": 0, **scale}, **data)
+    options = options_for(level)
+    if "loss_scale" in options:
+        options["loss_scale"].update(scale)
+    return cls(model, args, opt_level=level, amp_options=options, **data)
 
 
 def logged(of: Any, name: str) -> list[float]:

@@ -1,4 +1,4 @@
-"""Two ranks in Lightning: `python -m tests.integrations.lightning_ddp FOLDER PORT STRATEGY LEVEL...`.
+"""Two ranks in Lightning: `python -m tests.integrations.lightning_ddp FOLDER STRATEGY LEVEL...`.
 
 The strategy is `ddp`, or `fsdp2`, which is Lightning's ModelParallelStrategy.
 
@@ -25,8 +25,11 @@ from tests.integrations.lightning_models import (
     batches,
     loader,
     plugins,
-    weights,
 )
+
+# isort: split
+
+from tests.integrations.comparing import on_two_ranks, weights
 
 warnings.simplefilter("ignore")
 
@@ -84,17 +87,7 @@ def by_fsdp2() -> Any:
     return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
 
 
-def main(rank: int, folder: str, strategy: str, levels: list[str], port: str) -> None:
-    import os
-
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": "2",
-        "LOCAL_RANK": str(rank),
-        "NODE_RANK": "0",
-    }
-    torch.set_num_threads(1)
+def main(rank: int, folder: str, strategy: str, *levels: str) -> None:
     results: dict[str, Any] = {}
     for level in levels:
         name = None if level == "FP32" else level
@@ -111,11 +104,4 @@ def main(rank: int, folder: str, strategy: str, levels: list[str], port: str) ->
 
 
 if __name__ == "__main__":
-    folder, port, strategy, *levels = sys.argv[1:]
-    context = torch.multiprocessing.get_context("fork")
-    ranks = [context.Process(target=main, args=(i, folder, strategy, levels, port)) for i in range(2)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    sys.exit(any(each.exitcode for each in ranks))
+    on_two_ranks(main, *sys.argv[1:])

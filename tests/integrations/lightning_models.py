@@ -7,7 +7,6 @@ from tests.integrations import importing  # noqa: F401  # before the frameworks
 # isort: split
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -18,6 +17,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from amp.integrations.lightning import AmpPrecision
+from tests.integrations.comparing import options_for
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
@@ -103,9 +103,7 @@ def plugins(level: str | None, **kwargs: Any) -> Any:
     """Return `Trainer(plugins=...)` for a level; None is Lightning's own FP32."""
     if level is None:
         return None
-    if level in ("O1", "O2"):
-        kwargs.setdefault("loss_scale", {"init": 1024})
-    return [AmpPrecision(level, verbosity=0, **kwargs)]
+    return [AmpPrecision(level, **options_for(level, **kwargs))]
 
 
 def fit(model: Any, level: str | None, data: Any = None, amp_options: Any = None, **kwargs: Any) -> Any:
@@ -113,16 +111,3 @@ def fit(model: Any, level: str | None, data: Any = None, amp_options: Any = None
     trainer = L.Trainer(**options)
     trainer.fit(model, loader(batches() if data is None else data), loader(batches(2)))
     return trainer
-
-
-def weights(model: nn.Module) -> list[Tensor]:
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def differences(a: Any, b: Any) -> Iterator[float]:
-    for x, y in zip(a, b, strict=True):
-        yield (x - y).abs().max().item()
-
-
-def same_bits(a: Any, b: Any) -> bool:
-    return all(x.dtype is y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))

@@ -16,10 +16,14 @@ from torch.utils.data import DataLoader, TensorDataset
 import amp
 from amp.errors import AmpError, AmpRuntimeError
 from amp.integrations.accelerate import end, prepare
-from tests.integrations.quick import levels
-from tests.processes import run_python
-
-TOLERANCES = {"O0": 0.0, "O1": 2e-3, "O2": 2e-3, "O3": 2e-2, "O4": 2e-2, "O5": 2e-2}
+from tests.integrations.comparing import (
+    TOLERANCES,
+    gap,
+    levels,
+    options_for,
+    results_of_two_ranks,
+    same_bits,
+)
 
 
 def net() -> nn.Sequential:
@@ -55,8 +59,7 @@ class Script:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.8)
         objects: Any = model, optimizer, DataLoader(data(bad=bad), 8), schedule
-        scale = {"loss_scale": {"init": 1024}} if level in ("O1", "O2") else {}
-        options = {"opt_level": level, "verbosity": 0, **scale, **options}
+        options = {"opt_level": level, **options_for(str(level), **options)}
         if level is None:
             objects = self.accelerator.prepare(*objects)
         elif where == "in place of prepare":
@@ -90,19 +93,11 @@ class Script:
         return [value.clone() for value in self.accelerator.get_state_dict(self.model).values()]
 
 
-def difference(a: Script, b: Script) -> float:
-    return max((x - y).abs().max().item() for x, y in zip(a.values(), b.values(), strict=True))
-
-
-def is_same(a: Script, b: Script) -> bool:
-    return all(map(torch.equal, a.values(), b.values()))
-
-
 @pytest.mark.parametrize("where", ["in place of prepare", "after prepare", "before prepare"])
 @pytest.mark.parametrize("level", levels("O2", "O4"))
 def test_a_script_trains_as_in_fp32(level: str, where: str) -> None:
     reference, script = Script(None).epoch(), Script(level, where).epoch()
-    assert difference(reference, script) <= TOLERANCES[level]
+    assert gap(reference.values(), script.values()) <= TOLERANCES[level]
     assert script.norms == pytest.approx(reference.norms, rel=2e-2)
     assert script.rates == reference.rates
     assert {value.dtype for value in script.values()} == {torch.float32}
@@ -119,9 +114,9 @@ def test_a_run_that_is_saved_and_loaded_goes_on_bit_for_bit(level: str, tmp_path
     with torch.no_grad():
         resumed.model[0].weight.zero_()
     resumed.accelerator.load_state(str(tmp_path))
-    assert is_same(resumed, saved)
+    assert same_bits(resumed.values(), saved.values())
     resumed.epoch()
-    assert is_same(resumed, straight)
+    assert same_bits(resumed.values(), straight.values())
     assert resumed.rates == straight.rates[3:]
     assert resumed.accelerator.scaler.state_dict() == state  # type: ignore[union-attr]
 
@@ -162,7 +157,7 @@ def test_model_and_optimizer_in_two_calls() -> None:
     script.optimizer = prepare(script.accelerator, optimizer)
     script.schedule = torch.optim.lr_scheduler.StepLR(script.optimizer, 10**6)
     reference.schedule = torch.optim.lr_scheduler.StepLR(reference.optimizer, 10**6)
-    assert 0 < difference(reference.epoch(), script.epoch()) < 2e-3
+    assert 0 < gap(reference.epoch().values(), script.epoch().values()) < 2e-3
     assert script.model[0].weight.dtype is torch.float16
 
 
@@ -196,12 +191,7 @@ def test_a_wrong_level_is_refused() -> None:
 
 @pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
-    done = run_python("-m", "tests.integrations.accelerate_ddp", tmp_path)
-    assert done.returncode == 0, done.stderr
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2))
-    for key, values in first.items():
-        assert all(map(torch.equal, values, second[key])), key
+    found = results_of_two_ranks("tests.integrations.accelerate_ddp", tmp_path)
     for level in ("O1", "O2", "O5"):
-        gaps = [(x - y).abs().max() for x, y in zip(first[level], first["FP32"], strict=True)]
-        assert max(gaps) < TOLERANCES[level]
-        assert all(map(torch.equal, first[f"{level} straight"], first[f"{level} resumed"])), level
+        assert gap(found[level], found["FP32"]) < TOLERANCES[level]
+        assert same_bits(found[f"{level} straight"], found[f"{level} resumed"]), level

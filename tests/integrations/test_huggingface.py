@@ -17,8 +17,8 @@ import amp
 from amp.errors import AmpError, AmpRuntimeError
 from amp.integrations.huggingface import AmpMixin, AmpTrainer, AmpTrainingArguments
 from tests.covering import covering
+from tests.integrations.comparing import TOLERANCES, gap, levels, same_bits, weights
 from tests.integrations.huggingface_models import MODELS, Tokens, arguments, gpt2, logged, trainer
-from tests.integrations.quick import levels
 from tests.levels import LEVELS
 
 pytestmark = [
@@ -31,26 +31,11 @@ pytestmark = [
     )
 ]
 
-TOLERANCES = {"O0": 0.0, "O1": 2e-3, "O2": 2e-3, "O3": 2e-2, "O4": 2e-2, "O5": 2e-2}
 HOW: dict[str, dict[str, Any]] = {
     "plain": {},
     "accumulated and clipped": {"gradient_accumulation_steps": 3, "max_grad_norm": 0.5},
     "not clipped": {"max_grad_norm": 0.0},
 }
-
-
-def weights(of: Any) -> list[Tensor]:
-    return [parameter.detach() for parameter in of.model.parameters()]
-
-
-def difference(a: Any, b: Any) -> float:
-    return max((x - y).abs().max().item() for x, y in zip(weights(a), weights(b), strict=True))
-
-
-def is_same(a: Any, b: Any) -> bool:
-    return all(
-        x.dtype is y.dtype and torch.equal(x, y) for x, y in zip(weights(a), weights(b), strict=True)
-    )
 
 
 def cases() -> list[Any]:
@@ -68,11 +53,11 @@ def test_a_trainer_script_trains_as_in_fp32(level: str, model: str, how: str, tm
     runs = [trainer(MODELS[model](), arguments(tmp_path, **HOW[how]), each) for each in (None, level)]
     for run in runs:
         run.train()
-    assert difference(*runs) <= TOLERANCES[level]
+    assert gap(*(weights(run.model) for run in runs)) <= TOLERANCES[level]
     norms, losses = ([logged(run, name) for run in runs] for name in ("grad_norm", "loss"))
     assert norms[1] == pytest.approx(norms[0], rel=2e-2 if level < "O3" else 6e-2)
     assert losses[1] == pytest.approx(losses[0], rel=5e-3 if level < "O3" else 2e-2)
-    assert {each.dtype for each in weights(runs[1])} == {torch.float32}
+    assert {each.dtype for each in weights(runs[1].model)} == {torch.float32}
 
 
 @pytest.mark.parametrize("level", levels("O2"))
@@ -85,7 +70,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(level: str, tmp_path
     for parameter in resumed.model.parameters():
         torch.nn.init.zeros_(parameter)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert is_same(resumed, straight)
+    assert same_bits(weights(resumed.model), weights(straight.model))
     assert logged(resumed, "loss") == logged(straight, "loss")
     assert resumed.accelerator.scaler.state_dict() == straight.accelerator.scaler.state_dict()
 
@@ -114,7 +99,7 @@ def test_saved_models_hold_the_masters(tmp_path: Path) -> None:
         assert {value.dtype for value in saved.values()} == {torch.float32}
         assert json.loads((folder / "config.json").read_text())["dtype"] == "float32"
         loaded = GPT2LMHeadModel.from_pretrained(folder)
-        for x, y in zip(loaded.parameters(), weights(run), strict=True):
+        for x, y in zip(loaded.parameters(), weights(run.model), strict=True):
             assert x.dtype is torch.float32
             assert torch.equal(x, y)
 
@@ -167,11 +152,11 @@ def test_evaluation_prediction_and_a_second_training(level: str, tmp_path: Path)
     outside = [run.evaluate()["eval_loss"] for run in runs]
     assert outside[1] == pytest.approx(outside[0], rel=2e-3)
     assert runs[1].predict(runs[1].eval_dataset).predictions.dtype == "float32"
-    before = [each.clone() for each in weights(runs[1])]
+    before = weights(runs[1].model)
     for run in runs:
         run.train()
-    assert not all(map(torch.equal, before, weights(runs[1])))
-    assert difference(*runs) <= 2 * TOLERANCES[level]
+    assert not all(map(torch.equal, before, weights(runs[1].model)))
+    assert gap(*(weights(run.model) for run in runs)) <= 2 * TOLERANCES[level]
 
 
 def test_a_run_that_raises_leaves_fp32_weights(tmp_path: Path) -> None:
@@ -183,7 +168,7 @@ def test_a_run_that_raises_leaves_fp32_weights(tmp_path: Path) -> None:
     run.compute_loss = stop
     with pytest.raises(ValueError, match="stop here"):
         run.train()
-    assert {each.dtype for each in weights(run)} == {torch.float32}
+    assert {each.dtype for each in weights(run.model)} == {torch.float32}
     assert amp.get_session().closed
 
 
@@ -223,5 +208,5 @@ def test_other_trainers_take_the_mixin(tmp_path: Path) -> None:
     runs = [trainer(gpt2(), args, level, Mixed) for level in ("O0", "O2")]
     for run in runs:
         run.train()
-    assert difference(*runs) <= TOLERANCES["O2"]
+    assert gap(*(weights(run.model) for run in runs)) <= TOLERANCES["O2"]
     shutil.rmtree(tmp_path)

@@ -10,16 +10,15 @@ import pytest
 import torch
 from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import Checkpoint, DiskSaver
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.integrations.ignite import supervised_training_step
-from tests.integrations.quick import levels
+from tests.integrations.comparing import TOLERANCES, gap, levels, same_bits, values
 from tests.models import batch, conv_net, initialize, sgd
 
-TOLERANCES = {"O0": 0.0, "O1": 3e-3, "O2": 3e-3, "O3": 2e-2, "O4": 3e-2, "O5": 3e-2}
 BATCHES = [batch(step) for step in range(6)]
 
 
@@ -28,14 +27,6 @@ def apex() -> Iterator[None]:
     amp.compat.install()
     yield
     amp.compat.uninstall()
-
-
-def values(model: nn.Module) -> list[Tensor]:
-    return [value.clone() for value in model.state_dict().values()]
-
-
-def gap(a: nn.Module, b: nn.Module) -> float:
-    return max((x - y).abs().max().item() for x, y in zip(values(a), values(b), strict=True))
 
 
 def in_fp32(**options: Any) -> nn.Module:
@@ -53,7 +44,7 @@ def test_the_apex_mode_of_ignite_trains_as_in_fp32(level: str, steps: int, apex:
         model, optimizer, F.cross_entropy, amp_mode="apex", gradient_accumulation_steps=steps
     )
     trainer.run(BATCHES)
-    assert gap(model, in_fp32(gradient_accumulation_steps=steps)) <= TOLERANCES[level]
+    assert gap(values(model), values(in_fp32(gradient_accumulation_steps=steps))) <= TOLERANCES[level]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
@@ -70,7 +61,7 @@ def test_the_update_function_trains_as_in_fp32(level: str, steps: int) -> None:
         Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output)
     )
     trainer.run(BATCHES)
-    assert gap(model, in_fp32(gradient_accumulation_steps=steps)) <= TOLERANCES[level]
+    assert gap(values(model), values(in_fp32(gradient_accumulation_steps=steps))) <= TOLERANCES[level]
     assert losses[0] == pytest.approx(
         F.cross_entropy(conv_net()(BATCHES[0][0]), BATCHES[0][1]).item(), rel=2e-2
     )
@@ -110,7 +101,7 @@ def test_a_checkpoint_of_ignite_resumes_bit_for_bit(tmp_path: Path) -> None:
         resumed["model"].conv.weight.zero_()
     Checkpoint.load_objects(resumed, torch.load(tmp_path / "end.pt", weights_only=True))
     run(resumed, BATCHES).run(BATCHES[3:])
-    assert all(map(torch.equal, values(resumed["model"]), values(straight["model"])))
+    assert same_bits(values(resumed["model"]), values(straight["model"]))
     assert resumed["amp"].state_dict() == straight["amp"].state_dict()
 
 

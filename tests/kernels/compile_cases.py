@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -33,12 +35,12 @@ from amp.kernels.language import OPTIONS, WARPS, tl, triton
 from amp.kernels.tensor_lists import kind_of
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-TARGETS = {
-    "sm_80": GPUTarget("cuda", 80, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
+GPUS = {
+    **{f"sm_{number}": GPUTarget("cuda", number, 32) for number in (80, 89, 90, 100, 120)},
+    **{name: GPUTarget("hip", name, 64) for name in ("gfx942", "gfx950")},
 }
+TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
+"""The GPUs that every kernel is compiled for."""
 POINTERS = {
     "rows": "*i64",
     "chunks": "*i32",
@@ -236,13 +238,36 @@ class Listing(NamedTuple):
 
 def listing(case: Case, target: str) -> Listing:
     """Compile a kernel, and disassemble it."""
-    kernel = compiled(case, TARGETS[target])
+    return disassembled(compiled(case, GPUS[target]), target)
+
+
+def disassembled(kernel: Any, target: str) -> Listing:
     if not target.startswith("sm_"):
         return Listing(kernel, kernel.asm["amdgcn"], kernel.asm["amdgcn"])
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(kernel.asm["cubin"])
         return Listing(kernel, run("cuobjdump", "-res-usage", binary), run("nvdisasm", "-c", binary))
+
+
+def resources(found: Listing, target: str) -> tuple[int, dict[str, int]]:
+    """Return how many registers a thread has, and what it spills, by the names of the tools."""
+    of_nvidia = r"(REG|STACK|LOCAL):(\d+)"
+    of_amd = r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)"
+    pattern = of_nvidia if target.startswith("sm_") else of_amd
+    usage = {name: int(number) for name, number in re.findall(pattern, found.usage)}
+    return usage.pop("REG" if target.startswith("sm_") else "vgpr_count"), usage
+
+
+def accesses(found: Listing, target: str) -> collections.Counter[tuple[str, int]]:
+    """Count the loads and stores of 64 and of 128 bits."""
+    of_nvidia = r"\b(LDG|STG)\.E\.(?:[A-Z_]+\.)*(64|128)\b"
+    of_amd = r"(?:buffer|global)_(load|store)_(?:dwordx|b)(2|4|64|128)\b"
+    pattern = of_nvidia if target.startswith("sm_") else of_amd
+    names = {"LDG": "load", "STG": "store", "2": 64, "4": 128, "64": 64, "128": 128}
+    return collections.Counter(
+        (names.get(what, what), names[bits]) for what, bits in re.findall(pattern, found.code)
+    )
 
 
 @functools.cache

@@ -7,7 +7,6 @@ results would notice.
 
 from __future__ import annotations
 
-import collections
 import importlib.util
 import os
 import re
@@ -26,7 +25,17 @@ if triton is None or INTERPRETED:
     pytest.skip("needs Triton's compiler", allow_module_level=True)
 
 from docs.benchmarks import predict_kernels
-from tests.kernels.compile_cases import CASES, TARGETS, WARPS, Case, Listing, listing, listing_of
+from tests.kernels.compile_cases import (
+    CASES,
+    TARGETS,
+    WARPS,
+    Case,
+    Listing,
+    accesses,
+    listing,
+    listing_of,
+    resources,
+)
 from tests.kernels.test_predicted import rows_of_the_page
 
 pytestmark = pytest.mark.slow
@@ -67,37 +76,22 @@ def roundings_that_torch_has_not(ptx: str, inverses: int = 0) -> list[str]:
 
 def shortcomings(case: Case, target: str, found: Listing) -> list[str]:
     """Return what is wrong with a kernel's machine code."""
-    if not target.startswith("sm_"):
-        return amd_shortcomings(case, found.code)
-    usage = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", found.usage))
-    accesses = collections.Counter(re.findall(r"\b(LDG|STG)\.E\.(?:[A-Z_]+\.)*128\b", found.code))
-    packs = case.kernel is moments.pack_kernel
-    if case.constants.get("MOMENTS") == 1:
-        packs = case.constants["DTYPES"][2] == tl.int16
-    of_thread = (case.constants["BLOCK"] + int(STEP.value)) // (32 * WARPS) if packs else 0
-    problems = roundings_that_torch_has_not(found.kernel.asm["ptx"], of_thread)
-    allowed = {"STACK": MOST_SPILLED if case.kernel is stepping.step_kernel else 0, "LOCAL": 0}
-    problems += [f"{name} {usage[name]}" for name, most in allowed.items() if int(usage[name]) > most]
-    if int(usage["REG"]) > MOST_REGISTERS:
-        problems.append(f"{usage['REG']} registers")
-    if (accesses["LDG"], accesses["STG"]) != (needed := vector_accesses(case, 32 * WARPS)):
-        problems.append(
-            f"{accesses['LDG']} loads and {accesses['STG']} stores of 128 bits, not {needed}"
-        )
-    return problems
-
-
-def amd_shortcomings(case: Case, code: str) -> list[str]:
-    usage = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", code))
-    found = collections.Counter(re.findall(r"(?:buffer|global)_(load|store)_(?:dwordx4|b128)", code))
-    problems = [f"{k} {v}" for k, v in usage.items() if k.endswith("spill_count") and v != "0"]
-    if int(usage["vgpr_count"]) > MOST_REGISTERS:
-        problems.append(f"{usage['vgpr_count']} registers")
-    loads, stores = vector_accesses(case, 64 * WARPS)
-    if case.reads and (found["load"], found["store"]) != (loads, stores):
-        problems.append(
-            f"{found['load']} loads and {found['store']} stores of 128 bits, not {loads, stores}"
-        )
+    problems, is_nvidia = [], target.startswith("sm_")
+    registers, spilled = resources(found, target)
+    may_spill = {"STACK": MOST_SPILLED} if case.kernel is stepping.step_kernel else {}
+    problems += [f"{name} {n}" for name, n in spilled.items() if n > may_spill.get(name, 0)]
+    if registers > MOST_REGISTERS:
+        problems.append(f"{registers} registers")
+    moved, needed = accesses(found, target), vector_accesses(case, (32 if is_nvidia else 64) * WARPS)
+    both = moved["load", 128], moved["store", 128]
+    if both != needed and (is_nvidia or case.reads):
+        problems.append(f"{both} loads and stores of 128 bits, not {needed}")
+    if is_nvidia:
+        packs = case.kernel is moments.pack_kernel
+        if case.constants.get("MOMENTS") == 1:
+            packs = case.constants["DTYPES"][2] == tl.int16
+        of_thread = (case.constants["BLOCK"] + int(STEP.value)) // (32 * WARPS) if packs else 0
+        problems += roundings_that_torch_has_not(found.kernel.asm["ptx"], of_thread)
     return problems
 
 

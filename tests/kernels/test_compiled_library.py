@@ -12,7 +12,6 @@ import shutil
 import stat
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +29,6 @@ SOURCE = "int answer(void) { return 42; }"
 """
 ANSWER = 'print(load(SOURCE, "a test").answer())'
 WRONG = "int answer(void) { return 13; }"
-AS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 OTHER_USER = 12345
 
 
@@ -135,50 +133,41 @@ def test_a_damaged_or_foreign_library_is_compiled_again(
     assert not library.is_symlink()
 
 
-def folder_of_another(user: User) -> None:
-    os.chown(user.cache, OTHER_USER, -1)
+def expose(user: User, what: str, how: str | int) -> None:
+    """Give a file or folder to another user, exchange it for a link, or change its mode."""
+    path = {"home": user.home, "cache": user.cache, "library": user.kept()[0]}[what]
+    if how == "given away":
+        os.chown(path, OTHER_USER, -1)
+    elif how == "a link":
+        path.rename(user.home / "elsewhere")
+        path.symlink_to(user.home / "elsewhere")
+    else:
+        path.chmod(int(how))
 
 
-def library_of_another(user: User) -> None:
-    os.chown(user.kept()[0], OTHER_USER, -1)
-
-
-def home_of_another(user: User) -> None:
-    os.chown(user.home, OTHER_USER, -1)
-
-
-def link(user: User) -> None:
-    user.cache.rename(user.home / "elsewhere")
-    user.cache.symlink_to(user.home / "elsewhere")
-
-
-def mode_of(path: Callable[[User], Path], mode: int) -> Callable[[User], None]:
-    return lambda user: path(user).chmod(mode)
+OTHERS = "is a folder that users other than"
 
 
 @pytest.mark.parametrize(
-    ("expose", "reason"),
+    ("what", "how", "reason"),
     [
-        pytest.param(folder_of_another, "is a folder that users other than", marks=AS_ROOT),
-        pytest.param(
-            *(home_of_another, "is a folder that users other than"), marks=[AS_ROOT, pytest.mark.slow]
-        ),
-        pytest.param(library_of_another, "", marks=AS_ROOT),
-        (mode_of(lambda user: user.kept()[0], 0o666), ""),
-        (mode_of(lambda user: user.cache, 0o777), "is a folder that users other than"),
-        pytest.param(
-            *(mode_of(lambda user: user.cache, 0o720), "is a folder that users other than"),
-            marks=pytest.mark.slow,
-        ),
-        (mode_of(lambda user: user.cache, 0o1777), "not a folder that this user alone"),
-        (mode_of(lambda user: user.home, 0o777), "is a folder that users other than"),
-        (link, "is a link"),
+        ("cache", "given away", OTHERS),
+        pytest.param("home", "given away", OTHERS, marks=pytest.mark.slow),
+        ("library", "given away", ""),
+        ("library", 0o666, ""),
+        ("cache", 0o777, OTHERS),
+        pytest.param("cache", 0o720, OTHERS, marks=pytest.mark.slow),
+        ("cache", 0o1777, "not a folder that this user alone"),
+        ("home", 0o777, OTHERS),
+        ("cache", "a link", "is a link"),
     ],
 )
 def test_a_library_that_another_user_may_have_planted_is_not_loaded(
-    expose: Callable[[User], None], reason: str, user: User, tmp_path: Path
+    what: str, how: str | int, reason: str, user: User, tmp_path: Path
 ) -> None:
     """One that is whole, and has the name that is looked for."""
+    if how == "given away" and os.geteuid() != 0:
+        pytest.skip("only root can give files away")
     user.finds_nothing_wrong()
     (library,) = user.kept()
     planted = wrong_library(tmp_path)
@@ -186,7 +175,7 @@ def test_a_library_that_another_user_may_have_planted_is_not_loaded(
     library.write_bytes(planted)
     library.rename(library.with_name(f"{key}-{hashlib.sha256(planted).hexdigest()}.so"))
     assert user.runs().stdout == "13\n"  # so the user's own would be
-    expose(user)
+    expose(user, what, how)
     log = user.finds_nothing_wrong()
     assert reason in log
     assert log.startswith(f"compiling a test for this CPU, a few seconds{', for' if reason else '.'}")

@@ -1,4 +1,4 @@
-"""FP4 in Triton against plain torch, in the interpreter or on a GPU."""
+"""FP4 on every backend at hand against plain torch; see test_operations.py."""
 
 from __future__ import annotations
 
@@ -8,39 +8,29 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import fp4_tiles
-from amp.kernels.fp8 import Operand
+from amp.kernels import cpu_passes, fp4_tiles
+from amp.kernels.fp8 import dequantize
+from amp.kernels.language import INTERPRETED
 from amp.kernels.quantize_fp4 import quantize_fp4
 from tests.covering import covering
-from tests.kernels.test_quantize_fp4 import GRANULARITIES, INPUTS, SOURCES, draw_of
+from tests.kernels.operands import INPUTS, SOURCES, assert_same_bits, assert_same_operands, both_of
+from tests.kernels.test_quantize_fp4 import GRANULARITIES, draw_of
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
+
+@pytest.fixture(autouse=True)
+def with_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, in C++ at any size."""
+    monkeypatch.setattr(cpu_passes, "WORTH_COMPILING", 0)
+
 
 DRAW = draw_of(calls=2**33 + 5, seed=2**41 + 3, name=2**31 + 9, rank=3)
 
 
-def assert_same_operands(found: Any, expected: Any) -> None:
-    for one, other in zip(found[:2], expected[:2], strict=True):
-        assert (one is None) is (other is None)
-        if one is not None:
-            assert_same_operand(one, other)
-
-
-def assert_same_operand(found: Operand, expected: Operand) -> None:
-    assert torch.equal(found.values.cpu(), expected.values)
-    assert found.inverse.dtype is expected.inverse.dtype
-    assert torch.equal(found.inverse.view(torch.uint8).cpu(), expected.inverse.view(torch.uint8))
-    assert (found.outer is None) is (expected.outer is None)
-    if found.outer is not None and expected.outer is not None:
-        torch.testing.assert_close(found.outer.cpu(), expected.outer, rtol=0, atol=0, equal_nan=True)
-
-
 def both(x: Tensor, device: torch.device, granularity: Any, **options: Any) -> tuple[Any, Any]:
     """Return what the device's backend and plain torch on the CPU make of a matrix."""
+    is_in_cpp = device.type == "cpu" and not INTERPRETED
+    assert not is_in_cpp or cpu_passes.take(x)
+    assert not cpu_passes.take(x, backend="reference")
     draw = options.pop("draw", None)
     there = draw and draw._replace(calls=draw.calls.to(device))
     found = quantize_fp4(x.to(device), granularity, draw=there, **options)
@@ -52,25 +42,25 @@ def both(x: Tensor, device: torch.device, granularity: Any, **options: Any) -> t
     ("name", "granularity", "source", "hadamard", "draws"),
     covering(list(INPUTS), GRANULARITIES, SOURCES, [False, True], [False, True]),
 )
-def test_triton_gives_the_bytes_of_plain_torch(
-    name: str, granularity: Any, source: torch.dtype, hadamard: bool, draws: bool, device: torch.device
+def test_every_backend_gives_the_bytes_of_plain_torch(
+    name: str,
+    granularity: Any,
+    source: torch.dtype,
+    hadamard: bool,
+    draws: bool,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x = INPUTS[name].to(source)[: 96 if granularity == "16x16" else 83]
-    options = {
-        "hadamard": hadamard and granularity != "16x16",
-        "draw": DRAW if draws else None,
-    }
-    assert_same_operands(*both(x, device, granularity, **options))
-
-
-@pytest.mark.parametrize(("by_row", "by_column"), [(True, False), (False, True)])
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-def test_one_result_alone_is_the_same(
-    by_row: bool, by_column: bool, granularity: Any, device: torch.device
-) -> None:
-    options = {"by_row": by_row, "by_column": by_column, "hadamard": granularity != "16x16"}
-    x = INPUTS["tails"].bfloat16()[:64]
-    assert_same_operands(*both(x, device, granularity, draw=DRAW, **options))
+    options = {"hadamard": hadamard and granularity != "16x16", "draw": DRAW if draws else None}
+    for alone in ({"by_column": False}, {"by_row": False}):
+        assert_same_operands(*both(x, device, granularity, **options, **alone))
+    found, plain = both(x, device, granularity, **options)
+    assert_same_operands(found, plain)
+    numbers = list(map(dequantize, both_of(found)))
+    monkeypatch.setenv("AMP_KERNELS", "reference")  # products have no argument for it
+    for one, other in zip(numbers, map(dequantize, both_of(plain)), strict=True):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(1, 32), (17, 160), (65, 32), (40, 48)])

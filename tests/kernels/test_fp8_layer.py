@@ -13,10 +13,7 @@ import amp
 import amp.kernels.quantize_operators
 from amp.kernels.backend import uses_triton
 
-pytestmark = [
-    pytest.mark.triton,
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-]
+pytestmark = pytest.mark.triton
 
 Write = Callable[[Tensor], object]
 WRITES: dict[str, Write] = {

@@ -46,34 +46,19 @@ from tests.nodevice import NoDevice
 
 pytestmark = pytest.mark.slow
 
-KERNELS = (
-    axpby.axpby_kernel,
-    l2norm.norms_kernel,
-    l2norm.squares_kernel,
-    master_copy.copy_kernel,
-    master_copy.merge_kernel,
-    moments.pack_kernel,
-    moments.unpack_kernel,
-    split.join_kernel,
-    split.split_kernel,
-    stepping.step_kernel,
-    unscale.check_kernel,
-    unscale.unscale_kernel,
-    update_scale.update_kernel,
-)
+
+def kernels_in(*modules: Any) -> list[Any]:
+    """Return the kernels that are defined in modules."""
+    return [
+        kernel
+        for module in modules
+        for name, kernel in vars(module).items()
+        if name.endswith("_kernel") and kernel.fn.__module__ == module.__name__
+    ]
 
 
-QUANTIZING = (
-    quantize_tiles.amax_kernel,
-    quantize_tiles.amaxes_kernel,
-    quantize_tiles.groups_kernel,
-    quantize_tiles.rows_kernel,
-    quantize_tiles.scale_kernel,
-    quantize_tiles.squares_kernel,
-    quantize_tiles.tensor_kernel,
-)
-
-QUANTIZING_FP4 = (fp4_tiles.amaxes_kernel, fp4_tiles.blocks_kernel)
+KERNELS = kernels_in(axpby, l2norm, master_copy, moments, split, stepping, unscale, update_scale)
+QUANTIZING, QUANTIZING_FP4 = kernels_in(quantize_tiles), kernels_in(fp4_tiles)
 
 
 @pytest.fixture
@@ -110,19 +95,10 @@ def tensors(n: int, dtype: torch.dtype) -> list[Tensor]:
 FLAGS = torch.zeros(8)
 
 
-def adam_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
-    numbers = numbers_of(adam.ADAM)
-    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+def step(rule: Any, params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
+    moments = [[torch.zeros_like(p) for p in params] for _ in rule.moments]
     steps = [torch.zeros(()) for _ in params]
-    stepping.step(adam.ADAM, numbers, params, grads, moments, steps, **options)
-
-
-def lamb_step(params: list[Tensor], grads: list[Tensor], **options: Any) -> None:
-    numbers = numbers_of(lamb.LAMB)
-    moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    stepping.step(
-        lamb.LAMB, numbers, params, grads, moments, [torch.zeros(()) for _ in params], **options
-    )
+    stepping.step(rule, numbers_of(rule), params, grads, moments, steps, **options)
 
 
 class Recorder:
@@ -195,7 +171,7 @@ def test_every_call_compiles_and_sizes_make_no_variants(variants: dict[str, int]
             l2norm.l2norm(halves, one, found_inf=flag, max_norm=2)
             master_copy.master_copy(floats, halves)
             master_copy.merge(halves, floats)
-            adam_step(floats, halves, models=halves, inv_scale=one, clip=one, found_inf=flag)
+            step(adam.ADAM, floats, halves, models=halves, inv_scale=one, clip=one, found_inf=flag)
             lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
             split.split(floats, halves, lows)
             split.join(halves, lows, floats)
@@ -214,21 +190,21 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
     axpby.axpby(2.0, halves, 3.0, floats, doubles)
     l2norm.l2norm(halves + floats + doubles)
     master_copy.master_copy(doubles, tensors(3, torch.bfloat16))
-    adam_step(floats, floats)
-    adam_step(halves, floats, inv_scale=one)
+    step(adam.ADAM, floats, floats)
+    step(adam.ADAM, halves, floats, inv_scale=one)
     assert variants["step_kernel"] == 2
-    lamb_step(floats, halves, models=halves, inv_scale=one, found_inf=one)
+    step(lamb.LAMB, floats, halves, models=halves, inv_scale=one, found_inf=one)
     assert variants["step_kernel"] == 4
-    lamb_step(floats, halves, models=halves, merges=True, inv_scale=one, found_inf=one)
+    step(lamb.LAMB, floats, halves, models=halves, merges=True, inv_scale=one, found_inf=one)
     assert variants["step_kernel"] == 6
-    adam_step(floats, floats, merges=True)  # without models
+    step(adam.ADAM, floats, floats, merges=True)  # without models
     assert variants["step_kernel"] == 6
     master_copy.merge(halves, floats)
     master_copy.differ(halves, floats)
     assert variants["merge_kernel"] == 2
     lows = [torch.zeros_like(half, dtype=torch.int16) for half in halves]
-    adam_step(halves, halves, lows=lows, origins=[Origin(3)] * len(halves))
-    adam_step(halves, halves, lows=lows, origins=[Origin(1)] * len(halves))
+    step(adam.ADAM, halves, halves, lows=lows, origins=[Origin(3)] * len(halves))
+    step(adam.ADAM, halves, halves, lows=lows, origins=[Origin(1)] * len(halves))
     assert variants["step_kernel"] == 7
     for state in (torch.tensor([4.0, 0.25, 0, 1, 0, 0, 0]), FLAGS[1:8]):
         for reset_each_step in (False, True):

@@ -8,7 +8,6 @@ import runpy
 import sys
 import types
 import weakref
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
@@ -17,26 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp.kernels import (
-    axpby,
-    backend,
-    l2norm,
-    language,
-    launch_plans,
-    master_copy,
-    unscale,
-    update_scale,
-)
+from amp.kernels import backend, l2norm, language, launch_plans, master_copy, unscale, update_scale
 from amp.kernels.language import launch
 from tests.devices import GPU
+from tests.kernels.operations import OPERATIONS, run
 from tests.models import waiting_is_an_error
 from tests.processes import run_python
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
-
 
 DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
 
@@ -80,13 +65,11 @@ def ones(n: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 HALF = torch.tensor([0.5], device=DEVICE)
-OPERATIONS: dict[str, Callable[[list[Tensor], Tensor], object]] = {
-    "unscale": lambda ts, found: unscale.unscale(ts, ts, HALF, found),
-    "check": lambda ts, found: unscale.check(ts, HALF, found),
-    "axpby": lambda ts, found: axpby.axpby(1.0, ts, HALF, ts, ts, found),
-    "l2norm": lambda ts, found: l2norm.l2norm(ts, found_inf=found, max_norm=1.0),
-    "master_copy": lambda ts, found: master_copy.master_copy(ts, [torch.empty_like(t) for t in ts]),
-}
+
+
+def operate(name: str, tensors: list[Tensor], found_inf: Tensor) -> None:
+    clip: Any = {"max_norm": 1.0} if name == "l2norm" else {}
+    run(name, tensors, tensors, HALF, found_inf, **clip)
 
 
 @pytest.mark.triton
@@ -96,13 +79,13 @@ def test_launches_do_not_grow_with_the_number_of_tensors(
     launches: list[str], name: str, n: int
 ) -> None:
     """Two at most for each dtype, however the tensors lie in memory."""
-    operation, found_inf = OPERATIONS[name], torch.zeros(1, device=DEVICE)
+    found_inf = torch.zeros(1, device=DEVICE)
     expected = 2 if name == "l2norm" else 1
     misaligned = [torch.ones(9, device=DEVICE)[1:] for _ in range(n)]
-    operation(ones(n) + misaligned, found_inf)
+    operate(name, ones(n) + misaligned, found_inf)
     assert len(launches) == expected
     launches.clear()
-    operation(ones(n) + ones(n, torch.float16), found_inf)
+    operate(name, ones(n) + ones(n, torch.float16), found_inf)
     assert len(launches) == 2 * expected
 
 
@@ -138,6 +121,13 @@ def test_tables_are_sent_again_only_for_other_addresses(uploads: list[Tensor]) -
     assert all(torch.equal(x, torch.full_like(x, 0.5**2)) for x in b)
 
 
+def plans_made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list that gets each plan that is made from now on."""
+    made, make = list[Any](), launch_plans._make_plan
+    monkeypatch.setattr(launch_plans, "_make_plan", lambda *args: made.append(make(*args)) or made[-1])
+    return made
+
+
 @pytest.mark.triton
 def test_lists_that_differ_in_their_addresses_alone_take_one_plan(
     monkeypatch: pytest.MonkeyPatch,
@@ -146,10 +136,7 @@ def test_lists_that_differ_in_their_addresses_alone_take_one_plan(
     flat = torch.ones(6, 6, device=DEVICE)
     mixed = [torch.ones(0, device=DEVICE), *ones(2), *ones(3, torch.float16), *ones(2)]
     kinds: list[list[Tensor]] = [ones(5), ones(4), ones(5, torch.float16), [flat], mixed]
-    made = []
-    make = launch_plans._make_plan
-    monkeypatch.setattr(launch_plans, "_make_plan", lambda *args: made.append(1) or make(*args))
-    kept = []
+    kept, made = [], plans_made(monkeypatch)
     for at, inf in ((0, False), (1, True), (2, False), (0, True)):
         for like in kinds:
             tensors = [torch.empty_like(t).fill_(1.0) for t in like]
@@ -202,9 +189,7 @@ def test_gradients_that_move_with_each_step_take_one_plan_without_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On the CPU an allocator hands out other addresses each time, and no table holds them."""
-    kept, made = [], []
-    make = launch_plans._make_plan
-    monkeypatch.setattr(launch_plans, "_make_plan", lambda *args: made.append(1) or make(*args))
+    kept, made = [], plans_made(monkeypatch)
     for _ in range(5):
         kept.append([torch.ones(3), torch.ones(4, 4).half()])
         unscale.unscale(kept[-1], kept[-1], torch.tensor([0.5]), None, backend="reference")
@@ -420,27 +405,25 @@ def test_a_session_trains_where_triton_is_not_installed() -> None:
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_no_operation_waits_for_the_device(name: str) -> None:
     tensors, found_inf = ones(50, torch.float16), torch.zeros(1, device=DEVICE)
-    OPERATIONS[name](tensors, found_inf)
+    operate(name, tensors, found_inf)
     launch_plans._places.cache_clear()
     launch_plans._chunks.cache_clear()
     torch.cuda.synchronize()
     more = ones(51, torch.float16)
     with waiting_is_an_error():
-        OPERATIONS[name](tensors, found_inf)
-        OPERATIONS[name](more, found_inf)
+        operate(name, tensors, found_inf)
+        operate(name, more, found_inf)
 
 
 @pytest.mark.gpu
 def test_the_profiler_counts_the_same_launches() -> None:
     tensors, found_inf = ones(161, torch.float16), torch.zeros(1, device=DEVICE)
-    for name, operation in OPERATIONS.items():
-        if name == "master_copy":
-            continue  # it allocates here
-        operation(tensors, found_inf)
+    for name in OPERATIONS:
+        operate(name, tensors, found_inf)
         torch.cuda.synchronize()
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-            operation(tensors, found_inf)
+            operate(name, tensors, found_inf)
             torch.cuda.synchronize()
         kernels = [
             e.name for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA
@@ -475,16 +458,9 @@ def test_a_captured_operation_reads_the_right_addresses_in_every_replay(name: st
     found_inf = torch.zeros(1, device=DEVICE)
 
     def operation() -> None:
-        if name == "unscale":
-            unscale.unscale(sources, targets, HALF, found_inf)
-        elif name == "check":
-            unscale.check(sources, HALF, found_inf)
-        elif name == "axpby":
-            axpby.axpby(1.0, sources, HALF, sources, targets, found_inf)
-        elif name == "master_copy":
-            master_copy.master_copy(sources, targets)
-        else:
-            norms.copy_(l2norm.l2norm(sources, found_inf=found_inf).total)
+        result = run(name, sources, targets, HALF, found_inf)
+        if name == "l2norm":
+            norms.copy_(result.total)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -508,7 +484,7 @@ def test_a_captured_operation_reads_the_right_addresses_in_every_replay(name: st
                 assert all((t == factor * (i + 1)).all() for t in targets)
             elif name == "l2norm":
                 n = sum(s.numel() for s in sources)
-                assert norms.item() == pytest.approx((i + 1) * math.sqrt(n), rel=1e-5)
+                assert norms.item() == pytest.approx((i + 1) / 2 * math.sqrt(n), rel=1e-5)
     assert found_inf.item() == 0
     sources[7].fill_(math.inf)
     graph.replay()

@@ -26,8 +26,6 @@ SIZES: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (7,), (63,), (33, 65), (BL
 WRITTEN = (1.5, math.nan, math.inf, -math.inf, 0.0, -0.0, 2.0**-24, -3.0)
 EVERY_PATTERN = torch.arange(2**16).to(torch.int16)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy interprets
-
 
 @pytest.fixture
 def with_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,32 +262,6 @@ def test_masters_that_agree_are_not_written_to(tmp_path: Path) -> None:
     """Their pages stay clean, and may even be read-only: a write would end this process."""
     ended = run_python("-c", READ_ONLY, str(tmp_path / "master"))
     assert ended.stdout == "merged\n", ended
-
-
-FEW_OR_MANY = """
-import sys
-import torch
-from amp.kernels.cpu_loop import _loops
-from amp.kernels.master_copy import merge
-
-n = int(sys.argv[1])
-master = torch.ones(n)
-parameter = torch.full((n,), 2.0).half()
-merge([parameter], [master])
-assert torch.equal(master, parameter.float())
-print(len(_loops))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-def test_it_is_compiled_for_many_elements_and_then_used_for_few(tmp_path: Path) -> None:
-    for elements, loops, log in ((5, 0, ""), (2**20, 1, "compiling the merge of masters"), (5, 1, "")):
-        ended = run_python("-c", FEW_OR_MANY, str(elements), XDG_CACHE_HOME=str(tmp_path))
-        assert ended.stdout == f"{loops}\n", ended
-        assert ended.stderr.startswith(log)
-        assert bool(ended.stderr) == bool(log)
-        assert (tmp_path / "reamp").exists() == bool(loops)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")

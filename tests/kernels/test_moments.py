@@ -15,7 +15,6 @@ from amp.kernels.moments import pack, unpack
 from tests.living import Living
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # NumPy interprets
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32, F64])

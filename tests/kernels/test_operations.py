@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from amp.kernels.master_copy import master_copy
 from amp.kernels.unscale import BLOCK, check, unscale
 from amp.kernels.update_scale import update_scale
 from amp.training.scaler import FOUND_INF
+from tests.kernels.operations import CHECKED, OPERATIONS, run, scalar
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 DTYPES = (F16, BF16, F32, F64)
@@ -42,15 +42,7 @@ SIZES: tuple[tuple[int, ...], ...] = (
 )
 BAD = (math.inf, -math.inf, math.nan)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),  # torch 2.11
-]
-
-
-def scalar(device: torch.device, value: float) -> Tensor:
-    return torch.tensor([value], dtype=F32, device=device)
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11
 
 
 def random_like_gradients(
@@ -114,27 +106,21 @@ def test_unscale_in_place(device: torch.device, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("misaligned", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("operation", ["unscale", "check", "axpby", "l2norm"])
+@pytest.mark.parametrize("operation", CHECKED)
 def test_one_bad_element_is_found_wherever_it_is(
     device: torch.device, operation: str, dtype: torch.dtype, misaligned: bool
 ) -> None:
     """At the first, the last, and around the places where a kernel's parts begin and end."""
-    run: dict[str, Callable[[list[Tensor], Tensor], object]] = {
-        "unscale": lambda ts, found: unscale(ts, poisoned(ts, F32), scalar(device, 0.5), found),
-        "check": lambda ts, found: check(ts, scalar(device, 0.5), found),
-        "axpby": lambda ts, found: axpby(0.5, ts, 1.0, ts, poisoned(ts, F32), found),
-        "l2norm": lambda ts, found: l2norm(ts, found_inf=found),
-    }
     tensors = random_like_gradients(device, dtype, [(3,), (4096 + 13,)], misaligned)
-    found_inf = scalar(device, 0)
-    run[operation](tensors, found_inf)
+    found_inf, half = scalar(device, 0), scalar(device, 0.5)
+    run(operation, tensors, poisoned(tensors, F32), half, found_inf)
     assert found_inf.item() == 0
     places = ((0, 0), (0, 2), (1, 0), (1, 4095), (1, 4096), (1, 4103), (1, 4104), (1, -1), (0, 1))
     for (tensor, index), bad in zip(places, itertools.cycle(BAD)):
         found_inf.zero_()
         kept = tensors[tensor][index].item()
         tensors[tensor][index] = bad
-        run[operation](tensors, found_inf)
+        run(operation, tensors, poisoned(tensors, F32), half, found_inf)
         assert found_inf.item() == 1, (tensor, index)
         tensors[tensor][index] = kept
 
@@ -262,11 +248,11 @@ def test_axpby_adds_in_place(device: torch.device, dtype: torch.dtype) -> None:
 def test_axpby_checks_new_gradients_and_not_those_they_are_added_to(
     device: torch.device, bad: float
 ) -> None:
-    for place in (0, 1):
+    for place, b in itertools.product((0, 1), (1.0, 0.5)):
         xs, ys = [torch.ones(100, device=device).half()], [torch.ones(100, device=device)]
         (xs, ys)[place][0][99] = bad
         found_inf = scalar(device, 0)
-        axpby(0.5, xs, 1.0, ys, poisoned(ys, F32), found_inf)
+        axpby(0.5, xs, b, ys, poisoned(ys, F32), found_inf)
         assert found_inf.item() == (place == 0)
 
 
@@ -404,7 +390,7 @@ def test_update_scale_is_its_plain_torch_self(
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("operation", ["unscale", "check", "axpby", "l2norm"])
+@pytest.mark.parametrize("operation", CHECKED)
 def test_kernels_note_the_tensors_that_are_not_finite(device: torch.device, operation: str) -> None:
     if not uses_triton(device):
         pytest.skip("plain torch notes nothing")
@@ -414,26 +400,18 @@ def test_kernels_note_the_tensors_that_are_not_finite(device: torch.device, oper
     one, found_inf = scalar(device, 1), scalar(device, 0)
     entries = torch.full((5,), math.nan, device=device)
 
-    def run(step: int) -> None:
-        noted: Any = {"bad_steps": BadSteps(entries, scalar(device, step))}
-        if operation == "unscale":
-            unscale(tensors, [x.float() for x in tensors], one, found_inf, **noted)
-        elif operation == "check":
-            check(tensors, one, found_inf, **noted)
-        elif operation == "axpby":
-            sums = [x.float() for x in tensors]
-            axpby(1.0, tensors, 1.0, sums, sums, found_inf, **noted)
-        else:
-            l2norm(tensors, one, found_inf=found_inf, **noted)
+    def at_step(step: int) -> None:
+        noted = BadSteps(entries, scalar(device, step))
+        run(operation, tensors, [x.float() for x in tensors], one, found_inf, bad_steps=noted)
 
-    run(6)
+    at_step(6)
     assert entries.isnan().all()
     tensors[1][-1], tensors[3][BLOCK + 1] = math.nan, math.inf
-    run(7)
+    at_step(7)
     assert found_inf.item() == 1
     assert torch.nan_to_num(entries, -1).tolist() == [-1, 7, -1, 7, -1]
     tensors[1][-1], tensors[0][0] = 1.0, -math.inf
-    run(8)
+    at_step(8)
     assert torch.nan_to_num(entries, -1).tolist() == [8, 7, -1, 8, -1]
     # Entries on another device than the tensors are left alone.
     elsewhere = BadSteps(torch.zeros(5, device="meta"), torch.zeros(1, device="meta"))
@@ -449,16 +427,10 @@ def test_kernels_note_the_tensors_that_are_not_finite(device: torch.device, oper
 def test_a_dtype_that_no_kernel_takes(device: torch.device, dtype: torch.dtype) -> None:
     odd = torch.ones(4, device=device).to(dtype)
     fine = torch.ones(4, device=device)
-    found_inf = scalar(device, 0)
-    for operation in (
-        lambda ts: unscale(ts, ts, scalar(device, 0.5), found_inf),
-        lambda ts: check(ts, scalar(device, 0.5), found_inf),
-        lambda ts: axpby(2.0, ts, 1.0, ts, ts, found_inf),
-        lambda ts: l2norm(ts),
-        lambda ts: master_copy(ts, ts),
-    ):
+    found_inf, half = scalar(device, 0), scalar(device, 0.5)
+    for operation in OPERATIONS:
         with pytest.raises(UnsupportedTensorError, match=rf"tensor 1 .* is {dtype}; .*float64"):
-            operation([fine, odd])
+            run(operation, [fine, odd], [fine, odd], half, found_inf)
     assert torch.equal(fine, torch.ones(4, device=device))
 
 
@@ -476,20 +448,21 @@ def test_elements_that_overlap_are_refused(device: torch.device) -> None:
         unscale([overlapping], [overlapping], scalar(device, 0.5), None)
 
 
-@pytest.mark.parametrize("dtype", [F16, F64])
-def test_the_default_dtype_is_not_the_kernels(device: torch.device, dtype: torch.dtype) -> None:
-    grads = [torch.ones(4, dtype=F32, device=device), torch.ones(6, dtype=F32, device=device)[::2]]
-    found_inf = scalar(device, 0)
-    torch.set_default_dtype(dtype)
+@pytest.mark.parametrize("default", [F16, F64, "meta"])
+def test_torchs_default_dtype_and_device_do_not_matter(device: torch.device, default: Any) -> None:
+    grads = [torch.ones(4, device=device), torch.ones(6, device=device)[::2]]
+    found_inf, half = scalar(device, 0), scalar(device, 0.5)
+    (torch.set_default_device if default == "meta" else torch.set_default_dtype)(default)
     try:
-        unscale(grads, grads, scalar(device, 0.5), found_inf)
-        check(grads, scalar(device, 0.5), found_inf)
-        axpby(2.0, grads, 1.0, grads, grads, found_inf)
+        for operation in OPERATIONS:
+            run(operation, grads, grads, half, found_inf)
+        axpby(2.0, grads, 3.0, grads, grads, found_inf)
         norms = l2norm(grads, found_inf=found_inf, max_norm=1.0)
     finally:
+        torch.set_default_device(None)
         torch.set_default_dtype(F32)
     assert {norms.total.dtype, norms.each.dtype, norms.clip.dtype} == {F32}
-    assert norms.total.item() == pytest.approx(1.5 * math.sqrt(7))
+    assert norms.total.item() == pytest.approx(3.75 * math.sqrt(7))
     assert found_inf.item() == 0
 
 
@@ -498,12 +471,7 @@ def test_autograd_learns_of_what_is_written(device: torch.device, operation: str
     """Backward through a graph that saved a weight must notice that the weight has changed."""
     source, target = [torch.ones(9, device=device)], [torch.ones(9, device=device).half()]
     version = target[0]._version
-    if operation == "unscale":
-        unscale(source, target, scalar(device, 0.5), None)
-    elif operation == "axpby":
-        axpby(1.0, source, 1.0, source, target)
-    else:
-        master_copy(source, target)
+    run(operation, source, target, scalar(device, 0.5), scalar(device, 0))
     assert target[0]._version > version
 
 
@@ -512,23 +480,6 @@ def test_a_norm_that_is_nan_clips_to_nan(device: torch.device) -> None:
     for value, clip in ((math.nan, math.nan), (math.inf, 0.0), (0.0, 1.0)):
         norms = l2norm([torch.full((3,), value, device=device)], max_norm=1.0)
         torch.testing.assert_close(norms.clip.item(), clip, equal_nan=True, rtol=0, atol=0)
-
-
-def test_a_default_device_does_not_matter(device: torch.device) -> None:
-    grads = [torch.ones(4, device=device), torch.ones(6, device=device)[::2]]
-    found_inf, half = scalar(device, 0), scalar(device, 0.5)
-    torch.set_default_device("meta")
-    try:
-        unscale(grads, grads, half, found_inf)
-        check(grads, half, found_inf)
-        axpby(2.0, grads, 1.0, grads, grads, found_inf)
-        axpby(2.0, grads, 3.0, grads, grads, found_inf)
-        norms = l2norm(grads, found_inf=found_inf, max_norm=1)
-        master_copy(grads, grads)
-    finally:
-        torch.set_default_device(None)
-    assert norms.total.item() == pytest.approx(7.5 * math.sqrt(7))
-    assert found_inf.item() == 0
 
 
 def test_a_dtype_that_torch_cannot_check_is_checked_all_the_same(

@@ -14,15 +14,12 @@ from amp.kernels.fp8 import (
     DTYPES,
     MULTIPLE,
     Granularity,
-    Operand,
     Part,
-    QuantizeArguments,
     Seen,
     decoded,
     dequantize,
     factor_of,
     power_below,
-    quantize_reference,
     swizzle,
     unswizzle,
 )
@@ -30,17 +27,19 @@ from amp.kernels.language import INTERPRETED
 from amp.kernels.quantize import quantize
 from amp.numerics import round_to
 from tests.covering import covering
-from tests.kernels.test_quantize_fp4 import INPUTS, SOURCES
+from tests.kernels.operands import (
+    INPUTS,
+    SOURCES,
+    assert_same_bits,
+    assert_same_operands,
+    both_of,
+    rows_of,
+)
 
 E4M3, E5M2 = DTYPES
 LARGEST = {dtype: torch.finfo(dtype).max for dtype in DTYPES}
 NAMES = {E4M3: "fp8_e4m3", E5M2: "fp8_e5m2"}
 GRANULARITIES: tuple[Granularity, ...] = ("tensor", "row", "1x128", "128x128", "1x32")
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
 
 
 def heavy_tailed(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,27 +50,6 @@ def shape_for(granularity: Granularity) -> tuple[int, int]:
     return (128, 256) if granularity == "128x128" else (130, 256)
 
 
-def assert_same_bits(found: Tensor, expected: Tensor) -> None:
-    if found.dtype.itemsize == 1:
-        found, expected = found.view(torch.uint8), expected.view(torch.uint8)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-
-
-def assert_same_operands(found: Any, expected: Any) -> None:
-    for one, other in ((found.by_row, expected.by_row), (found.by_column, expected.by_column)):
-        assert (one is None) is (other is None)
-        if one is None:
-            continue
-        assert_same_bits(one.values, other.values)
-        inverse = other.inverse
-        if one.inverse.dim() < inverse.dim():
-            inverse = swizzle(inverse)
-        assert_same_bits(one.inverse, inverse)
-    assert (found.factor is None) is (expected.factor is None)
-    if found.factor is not None:
-        assert_same_bits(found.factor, expected.factor)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("factor", [1.0, 64.0, 2.0**-20])
 def test_every_bfloat16_is_rounded_as_the_format_says(
@@ -80,8 +58,7 @@ def test_every_bfloat16_is_rounded_as_the_format_says(
     bits = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = bits[bits.isfinite()].reshape(-1, 128).to(device)
     given = torch.tensor(factor, device=device)
-    found = quantize(x, dtype, "tensor", factor=given, by_column=False).by_row
-    assert found is not None
+    found = rows_of(quantize(x, dtype, "tensor", factor=given, by_column=False))
     scaled = (x.double() * factor).clamp(-LARGEST[dtype], LARGEST[dtype])
     assert torch.equal(found.values.double(), round_to(scaled, NAMES[dtype]).double())
 
@@ -95,8 +72,7 @@ def test_what_is_quantized_comes_back_within_half_a_unit(
     x = torch.randn(shape_for(granularity)).to(device)
     result = quantize(x, dtype, granularity, power_of_2=power_of_2)
     mantissa = 3 if dtype is E4M3 else 2
-    for operand, expected in ((result.by_row, x), (result.by_column, x.t())):
-        assert operand is not None
+    for operand, expected in zip(both_of(result), (x, x.t()), strict=True):
         back = dequantize(operand)
         assert operand.values.is_contiguous()
         assert not back[:, expected.shape[1] :].any()  # the padding
@@ -106,39 +82,44 @@ def test_what_is_quantized_comes_back_within_half_a_unit(
         assert (error <= expected.abs().clamp(min=smallest) * 2.0 ** -(mantissa + 1)).all()
 
 
-@pytest.mark.skipif(INTERPRETED, reason="Triton runs in place of the passes")
 @pytest.mark.parametrize(
     ("name", "granularity", "source", "dtype", "power_of_2", "given"),
     covering(list(INPUTS), GRANULARITIES, SOURCES, DTYPES, [True, False], [None, 0.0, 16.0]),
 )
-def test_the_passes_in_cpp_give_the_same_bits(
+def test_every_backend_gives_the_bits_of_plain_torch(
     name: str,
     granularity: Granularity,
     source: torch.dtype,
     dtype: torch.dtype,
     power_of_2: bool,
     given: float | None,
+    device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Both results, each alone, and the transpose of a part with an odd length of rows; and numbers."""
     monkeypatch.setattr(cpu_passes, "WORTH_COMPILING", 0)
-    x = INPUTS[name].to(source).repeat(2, 1)[: 128 if granularity == "128x128" else 83]
-    factor = None if given is None or granularity != "tensor" else torch.tensor(given)
-    options: dict[str, Any] = {"power_of_2": power_of_2, "factor": factor}
+    rows = 128 if granularity == "128x128" else 17 if INTERPRETED else 83
+    x = INPUTS[name].to(device, source).repeat(2, 1)[:rows]
+    has_factor = given is not None and granularity == "tensor"
+    options: dict[str, Any] = {"power_of_2": power_of_2}
+    options["factor"] = torch.tensor(given, device=device) if has_factor else None
+    asked = [(x, {}), (x, {"by_column": False}), (x, {"by_row": False})]
+    asked += [(x[:, :121], {"by_row": False})] if granularity != "128x128" else []
     found = []
     for backend in (None, "reference"):
-        assert cpu_passes.take(x, backend=backend) is (backend is None)
+        if device.type == "cpu" and not INTERPRETED:
+            assert cpu_passes.take(x, backend=backend) is (backend is None)
         options["backend"] = backend
-        both = quantize(x, dtype, granularity, **options)
-        odd = both
-        if granularity != "128x128":  # with incomplete tiles, and a length of rows that is no multiple
-            odd = quantize(x[:, :121], dtype, granularity, by_row=False, **options)
+        found.append([quantize(part, dtype, granularity, **options, **more) for part, more in asked])
         if backend == "reference":  # products have no such argument
             monkeypatch.setenv("AMP_KERNELS", "reference")
-        numbers = [dequantize(each) for each in (*both[:2], odd.by_column) if each is not None]
-        found.append((both, odd, numbers))
-    (both, odd, numbers), (plain, plain_odd, plain_numbers) = found
-    assert_same_operands(both, plain)
-    assert_same_operands(odd, plain_odd)
+        operands = [each for one in found[-1] for each in one[:2] if each is not None]
+        found.append(list(map(dequantize, operands)))
+    ours, numbers, plain, plain_numbers = found
+    if granularity == "tensor":  # the padding is 0 also where there is no scale
+        assert not both_of(plain[0])[1].values.view(torch.uint8)[:, rows:].any()
+    for one, other in zip(ours, plain, strict=True):
+        assert_same_operands(one, other)
     for one, other in zip(numbers, plain_numbers, strict=True):
         assert_same_bits(one, other)
 
@@ -152,37 +133,6 @@ def test_every_code_is_decoded_in_cpp(dtype: torch.dtype, monkeypatch: pytest.Mo
     expected = decoded(codes)
     assert torch.equal(found.signbit(), expected.signbit())
     assert_same_bits(found, expected)
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize("source", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("power_of_2", [True, False])
-def test_triton_gives_the_bits_of_plain_torch(
-    granularity: Granularity, source: torch.dtype, power_of_2: bool, device: torch.device
-) -> None:
-    factors: list[Tensor | None] = [None]
-    if granularity == "tensor":
-        factors += [torch.zeros((), device=device), torch.tensor(16.0, device=device)]
-    sizes = (128,) if granularity == "128x128" else (17,) if INTERPRETED else (17, 130)
-    for rows in sizes:
-        x = heavy_tailed(rows, 128, dtype=source).to(device)
-        both = [(True, True), (True, False), (False, True)]
-        for by_row, by_column in both if power_of_2 and source is torch.bfloat16 else both[:1]:
-            for factor in factors:
-                asked = (by_row, by_column, power_of_2, factor)
-                found = quantize(
-                    x,
-                    E5M2 if by_column else E4M3,
-                    granularity,
-                    by_row=by_row,
-                    by_column=by_column,
-                    power_of_2=power_of_2,
-                    factor=factor,
-                )
-                dtype = E5M2 if by_column else E4M3
-                expected = quantize_reference(x, QuantizeArguments(dtype, granularity, *asked))
-                assert_same_operands(found, expected)
 
 
 def tensors_of(numbers: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -234,19 +184,6 @@ def test_no_way_to_a_factor_changes_a_bit(
             assert_same_operands(found, quantize(x, E4M3, backend="reference"))
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize("number", [math.inf, math.nan])
-def test_padding_is_zero_where_a_tensor_has_no_scale(number: float, device: torch.device) -> None:
-    x = torch.randn(17, 128, device=device)
-    x[3, 5] = number
-    for factor in (None, torch.zeros((), device=device)):
-        found = quantize(x, E4M3, "tensor", by_row=True, by_column=True, factor=factor)
-        asked = QuantizeArguments(E4M3, "tensor", True, True, True, factor)
-        assert_same_operands(found, quantize_reference(x, asked))
-        assert found.by_column is not None
-        assert not found.by_column.values.view(torch.uint8)[:, 17:].any()
-
-
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 @pytest.mark.parametrize("dim", [0, 1])
 def test_a_part_is_quantized_like_the_whole(
@@ -262,14 +199,7 @@ def test_a_part_is_quantized_like_the_whole(
 
     for i, half in enumerate(x.chunk(2, dim)):
         found = quantize(half, E4M3, granularity, power_of_2=False, part=Part(dim, agree))
-        assert found.by_row is not None
-        assert found.by_column is not None
-        assert whole.by_row is not None
-        assert whole.by_column is not None
-        for one, all_, cut in (
-            (found.by_row, whole.by_row, dim),
-            (found.by_column, whole.by_column, 1 - dim),
-        ):
+        for one, all_, cut in zip(both_of(found), both_of(whole), (dim, 1 - dim), strict=True):
             assert_same_bits(one.values, all_.values.chunk(2, cut)[i])
             assert_same_bits(dequantize(one), dequantize(all_).chunk(2, cut)[i])
 
@@ -278,9 +208,7 @@ def test_a_part_is_quantized_like_the_whole(
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_scales_begin_where_cublas_takes_them(granularity: Granularity, device: torch.device) -> None:
     found = quantize(torch.randn(128, 256).to(device), E4M3, granularity)
-    for operand in (found.by_row, found.by_column):
-        assert operand is not None
-        assert operand.inverse.data_ptr() % 16 == 0
+    assert all(operand.inverse.data_ptr() % 16 == 0 for operand in both_of(found))
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -292,8 +220,7 @@ def test_what_is_not_finite_is_not_hidden(
     x[3, 5] = bad
     seen = Seen(torch.zeros((), device=device)) if granularity == "tensor" else None
     result = quantize(x.to(device), E4M3, granularity, seen=seen)
-    for operand, at in ((result.by_row, (3, 5)), (result.by_column, (5, 3))):
-        assert operand is not None
+    for operand, at in zip(both_of(result), ((3, 5), (5, 3)), strict=True):
         assert dequantize(operand)[at].isnan()
     if seen is not None:
         assert seen.amax.isposinf()
@@ -304,9 +231,7 @@ def test_a_given_factor_hides_nothing_either(bad: float, device: torch.device) -
     x = torch.ones(16, 16)
     x[3, 5] = bad
     given = torch.tensor(4.0, device=device)
-    by_row = quantize(x.to(device), E4M3, factor=given, by_column=False).by_row
-    assert by_row is not None
-    assert by_row.inverse.isnan()
+    assert rows_of(quantize(x.to(device), E4M3, factor=given, by_column=False)).inverse.isnan()
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
@@ -317,9 +242,7 @@ def test_extreme_magnitudes_stay_finite(
     x = torch.full(shape_for(granularity), value, device=device)
     for power_of_2 in (True, False):
         result = quantize(x, E4M3, granularity, power_of_2=power_of_2)
-        for operand in (result.by_row, result.by_column):
-            assert operand is not None
-            back = dequantize(operand)
+        for back in map(dequantize, both_of(result)):
             assert back.isfinite().all()
             assert value < 1e-30 or back[0, 0].item() == pytest.approx(value, rel=0.07)
 
@@ -355,8 +278,7 @@ def test_operands_are_torchaos(
     granularity: Granularity, power_of_2: bool, source: torch.dtype, device: torch.device
 ) -> None:
     x = heavy_tailed(64, 48, dtype=source).to(device)
-    found = quantize(x, E4M3, granularity, power_of_2=power_of_2, by_column=False).by_row
-    assert found is not None
+    found = rows_of(quantize(x, E4M3, granularity, power_of_2=power_of_2, by_column=False))
     amax = x.abs().amax(1, keepdim=True) if granularity == "row" else x.abs().max()
     scale = (LARGEST[E4M3] / amax.double().clamp(min=1e-12)).float()
     if power_of_2:
@@ -395,13 +317,11 @@ def test_swizzled_scales_are_in_torchs_order() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 5, 17])
 def test_any_number_of_rows(granularity: Granularity, rows: int, device: torch.device) -> None:
     x = torch.randn(rows, 128, device=device)
-    result = quantize(x, E5M2, granularity)
-    assert result.by_row is not None
-    assert result.by_column is not None
-    assert result.by_row.values.shape == (rows, 128)
+    by_row, by_column = both_of(quantize(x, E5M2, granularity))
+    assert by_row.values.shape == (rows, 128)
     multiple = MULTIPLE[granularity]
-    assert result.by_column.values.shape == (128, math.ceil(rows / multiple) * multiple)
-    torch.testing.assert_close(dequantize(result.by_column)[:, :rows], x.t(), rtol=0.13, atol=1e-2)
+    assert by_column.values.shape == (128, math.ceil(rows / multiple) * multiple)
+    torch.testing.assert_close(dequantize(by_column)[:, :rows], x.t(), rtol=0.13, atol=1e-2)
 
 
 def test_a_matrix_need_not_be_contiguous(device: torch.device) -> None:
@@ -434,7 +354,6 @@ def test_what_cannot_be_quantized_is_refused(change: dict[str, Any], text: str) 
 
 
 def test_operands_are_small() -> None:
-    by_row = quantize(torch.ones(256, 512), E4M3, "1x32", by_column=False).by_row
-    assert isinstance(by_row, Operand)
+    by_row = rows_of(quantize(torch.ones(256, 512), E4M3, "1x32", by_column=False))
     assert by_row.values.numel() * by_row.values.element_size() == 256 * 512
     assert by_row.inverse.numel() * by_row.inverse.element_size() == 256 * 512 // 32

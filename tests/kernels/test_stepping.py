@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from amp.kernels import cpu_loop, stepping
-from amp.kernels.adagrad import ADAGRAD
 from amp.kernels.adam import ADAM, ADAMW
 from amp.kernels.lamb import LAMB
 from amp.kernels.language import INTERPRETED
@@ -22,7 +21,9 @@ from amp.kernels.sgd import MOMENTUM_SGD, SGD
 from amp.kernels.split import Kind, join, low_dtype, split
 from amp.kernels.stepping import step
 from tests.covering import covering
+from tests.kernels.formulas import CASES, Case, made
 from tests.kernels.numbers_of import numbers_of
+from tests.kernels.operations import scalar
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 LR = 1e-2
@@ -30,135 +31,9 @@ EPS = {dtype: torch.finfo(dtype).eps for dtype in (F16, BF16)}
 SHAPES = ((), (0,), (7,), (33, 65), (2048 + 9,))
 STEPS = 4 if INTERPRETED else 300
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
-    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),  # triton 3.6
-]
-
-
-class Case(NamedTuple):
-    """An optimizer's rule and numbers, and what it must agree with."""
-
-    rule: UpdateRule
-    numbers: Callable[..., Any]
-    reference: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-    maximize: bool = False
-
 
 def adam(**changes: Any) -> Any:
     return numbers_of(ADAM, **changes)
-
-
-def sgd(**changes: Any) -> Any:
-    return numbers_of(SGD, **changes)
-
-
-def torch_sgd(**options: Any) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
-    options = {"lr": LR, "momentum": 0.9, "weight_decay": 0.1, **options}
-    return lambda ps: torch.optim.SGD(ps, **options)
-
-
-class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of the paper, line by line."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            m = self.state[p].setdefault("m", torch.zeros_like(p))
-            update = (0.9 * m + (1 - 0.9) * p.grad).sign() + 0.1 * p
-            p -= LR * update
-            m.copy_(0.99 * m + (1 - 0.99) * p.grad)
-
-
-class SGDWithDecayAfterMomentum(torch.optim.SGD):
-    """The momentum knows nothing of the weight decay."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        params = self.param_groups[0]["params"]
-        decays = [LR * 0.1 * p for p in params]
-        super().step()
-        for p, decay in zip(params, decays, strict=True):
-            p -= decay
-
-
-class Lamb(torch.optim.Optimizer):
-    """Algorithm 2 of the paper with bias correction, tensor by tensor."""
-
-    def __init__(
-        self, params: Any, decay: float = 0.1, fresh: float = 0.1, decoupled: bool = True
-    ) -> None:
-        super().__init__(params, {})
-        self.decay, self.fresh, self.decoupled = decay, fresh, decoupled
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            state = self.state[p] or {"t": 0, "m": torch.zeros_like(p), "v": torch.zeros_like(p)}
-            self.state[p] = state
-            state["t"] += 1
-            g = p.grad if self.decoupled else p.grad + self.decay * p
-            state["m"] = 0.9 * state["m"] + self.fresh * g
-            state["v"] = 0.999 * state["v"] + (1 - 0.999) * g**2
-            m, v = state["m"] / (1 - 0.9 ** state["t"]), state["v"] / (1 - 0.999 ** state["t"])
-            u = m / (v.sqrt() + 1e-6) + (self.decay * p if self.decoupled else 0)
-            ratio = p.norm() / u.norm() if self.decay and p.any() and u.any() else 1.0
-            p -= LR * ratio * u
-
-
-def lamb(**changes: Any) -> Any:
-    return numbers_of(LAMB, eps=1e-6, **changes)
-
-
-CASES = {
-    "sgd": Case(SGD, lambda: sgd(momentum=0.0), torch_sgd(momentum=0.0)),
-    "sgd, momentum": Case(MOMENTUM_SGD, sgd, torch_sgd()),
-    "sgd, dampening, maximize": Case(
-        MOMENTUM_SGD,
-        lambda: sgd(dampening=0.5, weight_decay=0.0),
-        torch_sgd(dampening=0.5, weight_decay=0.0, maximize=True),
-        maximize=True,
-    ),
-    "sgd, nesterov": Case(MOMENTUM_SGD, lambda: sgd(nesterov=True), torch_sgd(nesterov=True)),
-    "sgd, decay after momentum": Case(
-        MOMENTUM_SGD,
-        lambda: sgd(wd_after_momentum=True),
-        lambda ps: SGDWithDecayAfterMomentum(ps, lr=LR, momentum=0.9),
-    ),
-    "lion": Case(LION, lambda: numbers_of(LION, betas=(0.9, 0.99)), Lion),
-    "adagrad": Case(
-        ADAGRAD,
-        lambda: numbers_of(ADAGRAD, eps=1e-10),
-        lambda ps: torch.optim.Adagrad(ps, lr=LR, lr_decay=0.01, weight_decay=0.1),
-    ),
-    "adamw": Case(ADAM, adam, lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1)),
-    "adam": Case(
-        ADAM,
-        lambda: adam(decoupled_weight_decay=False),
-        lambda ps: torch.optim.Adam(ps, lr=LR, weight_decay=0.1),
-    ),
-    "lamb": Case(LAMB, lamb, Lamb),
-    "lamb without decay": Case(LAMB, lambda: lamb(weight_decay=0.0), lambda ps: Lamb(ps, decay=0.0)),
-    "nvlamb": Case(
-        LAMB,
-        lambda: lamb(weight_decay=1e-30, use_nvlamb=True),
-        lambda ps: Lamb(ps, decay=1e-30),
-    ),
-    "lamb, sums, l2": Case(
-        LAMB,
-        lambda: lamb(grad_averaging=False, adam_w_mode=False),
-        lambda ps: Lamb(ps, fresh=1.0, decoupled=False),
-    ),
-    "adamw, maximize": Case(
-        ADAM,
-        adam,
-        lambda ps: torch.optim.AdamW(ps, lr=LR, weight_decay=0.1, maximize=True),
-        maximize=True,
-    ),
-}
 
 
 class Tensors:
@@ -185,29 +60,58 @@ class Tensors:
         return [tensor.clone() for tensor in (*self.params, *moments, *self.steps)]
 
 
-def scalar(device: torch.device, value: float) -> Tensor:
-    return torch.tensor([value], dtype=F32, device=device)
+class Exact:
+    """Steps by a formula in FP64; NovoGrad's norms are given."""
+
+    def __init__(self, case: Case, group: dict[str, Any], params: list[Tensor]) -> None:
+        self.case, self.group, self.t = case, group, 0
+        self.params = [p.double() for p in params]
+        self.moments = [[torch.zeros_like(p) for _ in case.rule.moments] for p in self.params]
+        self.norms = torch.arange(1, len(params) + 1, device=params[0].device) / 3
+
+    def step(self, grads: list[Tensor]) -> None:
+        self.t += 1
+        for i, g in enumerate(grads):
+            norm = (lambda _, i=i: self.norms[i]) if self.case.rule is NOVOGRAD else Tensor.norm
+            g = -g if self.group.get("maximize") else g
+            state = self.params[i], g, *self.moments[i]
+            self.params[i], *self.moments[i] = self.case.formula(self.group, self.t, norm, *state)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.torchs])
+def test_the_formulas_are_torchs(name: str) -> None:
+    case = CASES[name]
+    group, starts = case.group(), Tensors(torch.device("cpu"), case.rule, F64)
+    params = [nn.Parameter(p.clone()) for p in starts.params]
+    optimizer = made(case.torchs, params, group)
+    exact = Exact(case, group, starts.params)
+    for _ in range(20):
+        grads = starts.grads(F64)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+        exact.step(grads)
+    for p, e in zip(params, exact.params, strict=True):
+        torch.testing.assert_close(p.detach(), e, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(("name", "half"), covering(CASES, [None, F16, BF16], strength=1))
 def test_many_steps_stay_beside_fp64(device: torch.device, name: str, half: torch.dtype | None) -> None:
     """With scaled 16-bit gradients and 16-bit weights to write, and without both."""
-    case = CASES[name]
-    tensors = Tensors(device, case.rule)
-    exact = [nn.Parameter(p.double()) for p in tensors.params]
-    reference = case.reference(exact)
+    case, scale = CASES[name], 1.0 if half is None else 64.0
+    group, tensors = case.group(), Tensors(device, case.rule)
+    exact = Exact(case, group, tensors.params)
     models = None if half is None else [torch.empty_like(p, dtype=half) for p in tensors.params]
-    inv_scale = None if half is None else scalar(device, 1 / 64)
+    options: dict[str, Any] = {"maximize": "maximize" in group, "models": models}
+    options["inv_scale"] = None if half is None else scalar(device, 1 / scale)
+    options["of_tensor"] = exact.norms if case.rule is NOVOGRAD else None
     for _ in range(STEPS):
-        grads = tensors.grads(half or F32, scale=1.0 if half is None else 64.0)
-        options = {"models": models, "inv_scale": inv_scale, "maximize": case.maximize}
-        tensors.step(case.numbers(), grads, **options)
-        for p, g in zip(exact, grads, strict=True):
-            p.grad = g.double() / (1 if half is None else 64)
-        reference.step()
+        grads = tensors.grads(half or F32, scale)
+        tensors.step(case.rule.numbers(group), grads, **options)
+        exact.step([g.double() / scale for g in grads])
     apart = 0
-    for p, e in zip(tensors.params, exact, strict=True):
-        difference = (p.double() - e.detach()).abs()
+    for p, e in zip(tensors.params, exact.params, strict=True):
+        difference = (p.double() - e).abs()
         apart += int((difference > 1e-4 * e.abs() + 1e-4 * LR * STEPS).sum())
         assert (difference <= 5 * LR).all()
     assert apart <= (3 if name == "lion" else 0)  # a sign near 0 is that of a rounding error
@@ -276,32 +180,33 @@ def test_numbers_may_be_tensors(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), covering(["adamw", "lamb", "sgd, momentum"], [F16, BF16], strength=1)
+    ("name", "dtype"), covering(["adamw", "lamb", "momentum"], [F16, BF16], strength=1)
 )
 def test_masters_in_two_halves_step_as_whole_ones_do(
     device: torch.device, name: str, dtype: torch.dtype
 ) -> None:
     """Bit for bit: a half and its low bits are the master."""
-    case = CASES[name]
-    whole, halves = Tensors(device, case.rule), Tensors(device, case.rule)
+    rule = CASES[name].rule
+    numbers = rule.numbers(CASES[name].group())
+    whole, halves = Tensors(device, rule), Tensors(device, rule)
     masters, halves.params = halves.params, [torch.empty_like(p, dtype=dtype) for p in halves.params]
     lows = [torch.empty_like(p, dtype=torch.int16) for p in halves.params]
     split(masters, halves.params, lows)
     join(halves.params, lows, whole.params)  # without what float16 cannot hold
     for _ in range(STEPS):
         grads = [g.clamp(-1, 1) for g in whole.grads(dtype)]
-        whole.step(case.numbers(), grads)
+        whole.step(numbers, grads)
         if dtype is F16:  # which cannot hold the smallest numbers to every bit
             other = [torch.empty_like(p, dtype=F16) for p in whole.params]
             more = list(map(torch.empty_like, lows))
             split(whole.params, other, more)
             join(other, more, whole.params)
-        halves.step(case.numbers(), grads, lows=lows)
+        halves.step(numbers, grads, lows=lows)
     join(halves.params, lows, masters)
     assert all(map(torch.equal, masters, whole.params))
     assert all(map(torch.equal, halves.moments[0], whole.moments[0]))
     before = [t.clone() for t in (*halves.copies(), *lows)]
-    halves.step(case.numbers(), grads, lows=lows, found_inf=scalar(device, 1))
+    halves.step(numbers, grads, lows=lows, found_inf=scalar(device, 1))
     assert all(map(torch.equal, before, [*halves.copies(), *lows]))
 
 
@@ -314,7 +219,9 @@ def test_small_steps_are_not_lost(device: torch.device, kind: Kind) -> None:
     lows = [torch.zeros(300, device=device, dtype=low_dtype(kind, BF16))]
     for _ in range(STEPS):
         tensors.step(
-            sgd(momentum=0.0, weight_decay=0.0), [torch.full((300,), 1e-2, device=device)], lows=lows
+            numbers_of(SGD, momentum=0.0, weight_decay=0.0),
+            [torch.full((300,), 1e-2, device=device)],
+            lows=lows,
         )
     master = torch.empty(300, device=device)
     join(tensors.params, lows, [master])
@@ -323,21 +230,33 @@ def test_small_steps_are_not_lost(device: torch.device, kind: Kind) -> None:
     torch.testing.assert_close(master, expected, rtol=tolerance, atol=0)
 
 
+def rounded(
+    device: torch.device,
+    seeds: Sequence[int],
+    sizes: Sequence[int],
+    *,
+    value: float = 1.0,
+    factor: float = 0.9995,
+    steps: int = 1,
+) -> list[Tensor]:
+    """Return moments, bfloat16, after steps along gradients of 0, each of which multiplies them."""
+    tensors = Tensors(device, LION)
+    tensors.params = [torch.zeros(size, device=device) for size in sizes]
+    tensors.steps = tensors.steps[: len(sizes)]
+    tensors.moments = [[torch.full_like(p, value, dtype=BF16) for p in tensors.params]]
+    numbers = numbers_of(LION, betas=(0.9, factor), weight_decay=0.0)
+    grads = list(map(torch.zeros_like, tensors.params))
+    for _ in range(steps):
+        tensors.step(numbers, grads, origins=list(map(Origin, seeds)) or None)
+    return tensors.moments[0]
+
+
 def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torch.device) -> None:
     """A mean that moves by far less than half a unit of bfloat16 a step still arrives."""
     n = 4096
 
     def run(*seeds: int) -> Tensor:
-        tensors = Tensors(device, LION, F32)
-        tensors.params = [torch.zeros(n, device=device)]
-        tensors.steps = tensors.steps[:1]
-        tensors.moments = [[torch.full((n,), 1.0, device=device, dtype=BF16)]]
-        for _ in range(4):
-            numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
-            tensors.step(
-                numbers, [torch.zeros(n, device=device)], origins=list(map(Origin, seeds)) or None
-            )
-        return tensors.moments[0][0].float()
+        return rounded(device, seeds, [n], steps=4)[0].float()
 
     exact = 0.9995**4
     assert bool((run() == 1.0).all())
@@ -353,36 +272,24 @@ def test_stochastic_rounding_is_right_on_average_and_the_same_again(device: torc
 
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan, 0.0, 3.38e38])
 def test_stochastic_rounding_of_what_has_no_neighbours(device: torch.device, value: float) -> None:
-    tensors = Tensors(device, LION)
-    tensors.params, tensors.steps = [torch.zeros(64, device=device)], tensors.steps[:1]
-    tensors.moments = [[torch.full((64,), value, device=device, dtype=BF16)]]
-    expected = tensors.moments[0][0].clone()
-    numbers = numbers_of(LION, betas=(0.9, 1.0 - 2.0**-30), weight_decay=0.0)
-    tensors.step(numbers, [torch.zeros(64, device=device)], origins=[Origin(1)])
-    torch.testing.assert_close(tensors.moments[0][0], expected, rtol=0, atol=0, equal_nan=True)
+    (moment,) = rounded(device, [1], [64], value=value, factor=1 - 2.0**-30)
+    expected = torch.full_like(moment, value)
+    torch.testing.assert_close(moment, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("averages", [False, True])
-def test_novograd_goes_by_the_norm_of_each_tensor(
-    device: torch.device, averages: bool, inside: bool
-) -> None:
-    tensors = Tensors(device, NOVOGRAD)
-    exact = [p.double() for p in tensors.params]
-    means = [torch.zeros_like(p) for p in exact]
-    options = {"grad_averaging": averages, "reg_inside_moment": inside}
-    for t in range(1, STEPS + 1):
-        grads = tensors.grads(F32)
-        norms = torch.arange(1, len(grads) + 1, device=device) / 3
-        numbers = numbers_of(NOVOGRAD, betas=(0.95, 0.98), **options)
-        tensors.step(numbers, grads, of_tensor=norms)
-        for p, m, g, norm in zip(exact, means, grads, norms.double(), strict=True):
-            d = norm / (1 - 0.98**t) ** 0.5 + 1e-8
-            m *= 0.95
-            m += ((1 - 0.95) if averages else 1.0) * (g / d + 0.1 * p if inside else g)
-            p -= LR * (m / (1 - 0.95**t) / (1 if inside else d) + (0 if inside else 0.1) * p)
-    for p, e in zip(tensors.params, exact, strict=True):
-        torch.testing.assert_close(p.double(), e, rtol=1e-4, atol=1e-4 * LR * STEPS)
+def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
+    """Not by what else is stepped with it, in whatever order and of whatever size."""
+    sizes = (100, 70_000, 300)
+
+    def run(*of: int) -> dict[int, Tensor]:
+        found = rounded(device, [5 + i for i in of], [sizes[i] for i in of])
+        return dict(zip(of, found, strict=True))
+
+    together = run(0, 1, 2)
+    assert not torch.equal(together[0][:100], together[2][:100])
+    for some in ((2, 1, 0), (1,), (0, 2)):
+        for i, moment in run(*some).items():
+            assert torch.equal(moment, together[i])
 
 
 def test_lists_that_do_not_match_are_refused(device: torch.device) -> None:
@@ -410,20 +317,11 @@ def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: 
         for _ in range(2)
     ]
 
-    def state(like: list[Tensor]) -> tuple[list[list[Tensor]], list[Tensor]]:
-        return [[torch.zeros_like(p) for p in like] for _ in range(2)], [
-            torch.zeros((), device=device) for _ in like
-        ]
-
     def run(params: list[Tensor], grads: list[Tensor], norms_of_all_ranks: Any = None) -> None:
-        moments, steps = state(params)
+        moments = [[torch.zeros_like(p) for p in params] for _ in range(2)]
+        steps = [torch.zeros((), device=device) for _ in params]
         step(
-            LAMB,
-            lamb(),
-            params,
-            grads,
-            moments,
-            steps,
+            *(LAMB, numbers_of(LAMB, eps=1e-6), params, grads, moments, steps),
             norms_of_all_ranks=norms_of_all_ranks,
         )
         assert [each.item() for each in steps] == [float(p.numel() > 0) for p in params]
@@ -445,27 +343,6 @@ def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: 
     for i, whole in enumerate(param):
         together = torch.cat([params[i] for params, _ in halves])
         torch.testing.assert_close(together, whole, rtol=1e-5, atol=1e-6)
-
-
-def test_rounding_goes_by_a_tensors_own_seed(device: torch.device) -> None:
-    """Not by what else is stepped with it, in whatever order and of whatever size."""
-    sizes = (100, 70_000, 300)
-    numbers = numbers_of(LION, betas=(0.9, 0.9995), weight_decay=0.0)
-
-    def run(*of: int) -> dict[int, Tensor]:
-        tensors = Tensors(device, LION, F32)
-        tensors.params = [torch.zeros(sizes[i], device=device) for i in of]
-        tensors.steps = tensors.steps[: len(of)]
-        tensors.moments = [[torch.full((sizes[i],), 1.0, device=device, dtype=BF16) for i in of]]
-        grads = [torch.zeros(sizes[i], device=device) for i in of]
-        tensors.step(numbers, grads, origins=[Origin(5 + i) for i in of])
-        return dict(zip(of, tensors.moments[0], strict=True))
-
-    together = run(0, 1, 2)
-    assert not torch.equal(together[0][:100], together[2][:100])
-    for some in ((2, 1, 0), (1,), (0, 2)):
-        for i, moment in run(*some).items():
-            assert torch.equal(moment, together[i])
 
 
 @pytest.mark.parametrize(
@@ -535,14 +412,7 @@ def test_each_step_has_random_bits_of_its_own_also_beyond_16_million(
     assert len(seen) == 8
 
 
-RULES = {
-    "adagrad": ADAGRAD,
-    "adam": ADAM,
-    "lamb": LAMB,
-    "lion": LION,
-    "momentum sgd": MOMENTUM_SGD,
-    "novograd": NOVOGRAD,
-}
+RULES = {name: CASES[name].rule for name in ("adagrad", "adam", "lamb", "lion", "momentum", "novograd")}
 WRITTEN = (2.5, -0.0, torch.nan, torch.inf, 2.0**-24, -1.0)
 
 
@@ -599,21 +469,6 @@ def test_a_step_that_merges_steps_what_was_written_to_weights(
         assert all(map(torch.equal, merges.copies(), by_hand.copies()))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, dtype, marks=() if name in ("adam", "novograd") else pytest.mark.slow)
-        for name, dtype in zip(RULES, [F16, BF16] * 3, strict=True)
-    ],
-)
-def test_a_loop_that_merges_steps_what_was_written_to_weights(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
-    test_a_step_that_merges_steps_what_was_written_to_weights(torch.device("cpu"), name, dtype)
-
-
 def test_a_step_that_does_not_merge_steps_the_masters(device: torch.device) -> None:
     """And writes them to the weights, whatever these are."""
     one, other = Session(device, ADAM, F16), Session(device, ADAM, F16)
@@ -624,7 +479,8 @@ def test_a_step_that_does_not_merge_steps_the_masters(device: torch.device) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), covering(["adam", "lion", "momentum sgd"], [F16, BF16], strength=1)
+    ("name", "dtype"),
+    covering(["adagrad", "adam", "lion", "momentum", "novograd"], [F16, BF16], strength=1),
 )
 def test_all_backends_merge_alike(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
@@ -643,9 +499,12 @@ def test_all_backends_merge_alike(
         moments = [[torch.zeros_like(p) for p in params] for _ in rule.moments]
         steps = [torch.zeros((), device=on) for _ in params]
         numbers = numbers_of(rule, betas=(0.9, 0.99))
+        norms = torch.arange(1.0, 4, device=on) if rule is NOVOGRAD else None
         options: dict[str, Any] = {"models": models, "merges": True, "backend": backend}
         merge([m.clone() for m in models], by_hand := [p.clone() for p in params], backend=backend)
-        step(rule, numbers, params, [g.to(on) for g in grads], moments, steps, **options)
+        step(
+            rule, numbers, params, [g.to(on) for g in grads], moments, steps, of_tensor=norms, **options
+        )
         written = [*by_hand, *params, *models, *(x for moment in moments for x in moment)]
         found.append([tensor.cpu().nan_to_num(7e7) for tensor in written])
     for one, other in zip(*found, strict=True):

@@ -130,15 +130,10 @@ def test_crises(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "message"),
     [
         (["bits", "abc"], "'abc' is not a number, such as 3.14159"),
-        (["bits", "1", "--format", "fp17"], "'fp17' is not a number format"),
         (["bits"], "the following arguments are required: number"),
         (["simulate", "--overflows", "1,x"], "'1,x' is not a list of integers"),
-        (
-            ["simulate", "--steps", "3", "--overflows", "5"],
-            "overflows=[5] are not among",
-        ),
+        (["simulate", "--steps", "3", "--overflows", "5"], "overflows=[5] are not among"),
         (["simulate", "--steps", "1000000000"], "--steps 1000000000: give at most 1000000"),
-        (["simulate", "--init", "0"], "init=0.0 must be a finite number above 0"),
         (["survival", "nowhere.pt"], "there is no file 'nowhere.pt'"),
         (["survival", __file__], "is no file of tensors that torch.save wrote"),
         (["survival", "--count", "0"], "--count 0: give 1 to 100000000"),
@@ -146,13 +141,9 @@ def test_crises(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (["simulate-fp8", "--outlier", "0"], "--outlier 0: give a finite number above 0"),
         (["simulate-fp8", "--amaxes", "1,x"], "'x' is not a number, such as 3.14159"),
         (["simulate-fp8", "--amax-algo", "least"], "amax_algo='least' is not one of max, most_recent"),
-        (["simulate-fp8", "--amax-history", "0"], "amax_history=0 must be"),
-        (["simulate-fp8", "--format", "fp16"], "FP8 products do not support float16"),
         (["survival", "a\0b"], "is no file of tensors"),
-        (["memory", "--params", "7e9", "--activations", "inf"], "activations=inf must be"),
         (["memory", "--params", "7X"], "'7X' is not a count: give a number such as 7e9, or one with K"),
         (["memory", "--params", "-7e9"], "parameters: give a whole number from 1 to"),
-        (["memory", "--params", "7e9", "--optimizer", "adamv"], "optimizer 'adamv' is not known"),
         (["memory", "--params", "7e9", "--gpu-memory", "-1"], "--gpu-memory -1: give the GB"),
         (["memory", "--params", "7e9", "--gpu-memory", "80XB"], "'80XB' is no size, such as 80GB"),
         (["memory", "--params", "7e9", "--gpu", "H10"], "'H10' is not known; give --gpu-memory; did"),
@@ -163,10 +154,6 @@ def test_crises(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         (["memory", "--params", "7B", "--sharding", "zero3"], "--sharding zero3 is over processes"),
         (["memory"], "give --params, as in --params 7B, or --model gpt"),
         (["memory", "--model", "gpt", "--layers", "2"], "--model gpt needs --width too, as in"),
-        (
-            ["memory", "--params", "7e9", "--sharding", "all", "--world-size", "8"],
-            "sharding='all' is not one of none",
-        ),
         (["bitz", "1"], "there is no command 'bitz'; did you mean 'bits'?"),
     ],
 )
@@ -175,7 +162,7 @@ def test_errors_are_one_line(capsys: Any, arguments: list[str], message: str) ->
 
 
 def test_help_has_examples(capsys: Any) -> None:
-    for command in (
+    for command in [
         "bits",
         "ranges",
         "ulp",
@@ -184,7 +171,7 @@ def test_help_has_examples(capsys: Any) -> None:
         "survival",
         "memory",
         "crises",
-    ):
+    ]:
         assert f"examples:\n  reamp {command}" in run(capsys, command, "--help")
 
 

@@ -175,33 +175,24 @@ def test_overflow_as_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fmt", "size", "bias", "largest", "normal", "subnormal", "step", "digits", "overflow"),
+    ("fmt", "known"),
     [
-        ("float32", 32, 127, 3.4028234663852886e38, 2.0**-126, 2.0**-149, 2.0**-23, 7.2, "inf"),
-        ("float16", 16, 15, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, 3.3, "inf"),
-        ("bfloat16", 16, 127, 3.3895313892515355e38, 2.0**-126, 2.0**-133, 2.0**-7, 2.4, "inf"),
-        ("float8_e4m3fn", 8, 7, 448.0, 2.0**-6, 2.0**-9, 0.125, 1.2, "saturate"),
-        ("float8_e5m2", 8, 15, 57344.0, 2.0**-14, 2.0**-16, 0.25, 0.9, "inf"),
-        ("float8_e4m3fnuz", 8, 8, 240.0, 2.0**-7, 2.0**-10, 0.125, 1.2, "nan"),
-        ("float8_e5m2fnuz", 8, 16, 57344.0, 2.0**-15, 2.0**-17, 0.25, 0.9, "nan"),
-        ("float8_e8m0fnu", 8, 127, 2.0**127, 2.0**-127, 2.0**-127, 1.0, 0.3, "nan"),
-        ("float4_e2m1fn", 4, 1, 6.0, 1.0, 0.5, 0.5, 0.6, "saturate"),
+        ("float32", (32, 127, 3.4028234663852886e38, 2.0**-126, 2.0**-149, 2.0**-23, 7.2, "inf")),
+        ("float16", (16, 15, 65504.0, 2.0**-14, 2.0**-24, 2.0**-10, 3.3, "inf")),
+        ("bfloat16", (16, 127, 3.3895313892515355e38, 2.0**-126, 2.0**-133, 2.0**-7, 2.4, "inf")),
+        ("float8_e4m3fn", (8, 7, 448.0, 2.0**-6, 2.0**-9, 0.125, 1.2, "saturate")),
+        ("float8_e5m2", (8, 15, 57344.0, 2.0**-14, 2.0**-16, 0.25, 0.9, "inf")),
+        ("float8_e4m3fnuz", (8, 8, 240.0, 2.0**-7, 2.0**-10, 0.125, 1.2, "nan")),
+        ("float8_e5m2fnuz", (8, 16, 57344.0, 2.0**-15, 2.0**-17, 0.25, 0.9, "nan")),
+        ("float8_e8m0fnu", (8, 127, 2.0**127, 2.0**-127, 2.0**-127, 1.0, 0.3, "nan")),
+        ("float4_e2m1fn", (4, 1, 6.0, 1.0, 0.5, 0.5, 0.6, "saturate")),
     ],
 )
-def test_what_is_to_be_known_of_a_format(
-    fmt: str,
-    size: int,
-    bias: int,
-    largest: float,
-    normal: float,
-    subnormal: float,
-    step: float,
-    digits: float,
-    overflow: str,
-) -> None:
-    found = describe(fmt)
-    assert (found.bits, found.bias, found.max, found.min_normal) == (size, bias, largest, normal)
-    assert (found.min_subnormal, found.ulp_at_1, found.overflow) == (subnormal, step, overflow)
+def test_what_is_to_be_known_of_a_format(fmt: str, known: tuple[Any, ...]) -> None:
+    found, (*numbers, digits, overflow) = describe(fmt), known
+    names = ("bits", "bias", "max", "min_normal", "min_subnormal", "ulp_at_1")
+    assert [getattr(found, name) for name in names] == numbers
+    assert found.overflow == overflow
     assert found.decimal_digits == pytest.approx(digits, abs=0.05)
     if found.dtype is not None:
         info = torch.finfo(found.dtype)

@@ -6,51 +6,21 @@ import pytest
 
 from tests.browsers import FIELDS, Page
 
-STATE: dict[str, str] = {
-    "bits-format": "bfloat16",
-    "bits-number": "1/3",
-    "ranges-magnitude": "2^-130",
-    "ulps-format": "float8_e5m2",
-    "ulps-weight": "1.75",
-    "ulps-update": "0.01",
-    "ulps-negative": "true",
-    "scaling-format": "float8_e5m2",
-    "scaling-scale": "8",
-    "scaling-mean": "-20.5",
-    "scaling-spread": "3",
-    "sim-init": "12",
-    "sim-interval": "4",
-    "sim-growth": "1.5",
-    "sim-backoff": "0.25",
-    "sim-hysteresis": "2",
-    "sim-steps": "33",
-    "sim-overflows": "2, 7, 30",
-    "memory-params": "70e9",
-    "memory-optimizer": "sgd-momentum",
-    "memory-activations": "5e8",
-    "memory-world": "8",
-    "memory-sharding": "zero2",
-    "memory-gpu": "141",
-    "fp8-format": "float8_e5m2",
-    "fp8-scaling": "1x128",
-    "fp8-mean": "2",
-    "fp8-spread": "4.5",
-    "fp8-outlier": "6",
-    "fp4-rounding": "nearest",
-    "fp4-hadamard": "true",
-    "fp4-mean": "-3",
-    "fp4-spread": "2.5",
-    "fp4-outlier": "6",
-    "fp4-largest": "2",
-    "fp4-draws": "5",
-    "delayed-format": "float8_e5m2",
-    "delayed-history": "3",
-    "delayed-algo": "most_recent",
-    "delayed-margin": "1",
-    "delayed-steps": "21",
-    "delayed-outliers": "4, 9",
-    "delayed-infs": "12",
-}
+ADDRESS = """
+bits-format=bfloat16&bits-number=1/3&ranges-magnitude=2^-130
+ulps-format=float8_e5m2&ulps-weight=1.75&ulps-update=0.01&ulps-negative=true
+scaling-format=float8_e5m2&scaling-scale=8&scaling-mean=-20.5&scaling-spread=3
+sim-init=12&sim-interval=4&sim-growth=1.5&sim-backoff=0.25&sim-hysteresis=2&sim-steps=33
+sim-overflows=2, 7, 30
+memory-params=70e9&memory-optimizer=sgd-momentum&memory-activations=5e8&memory-world=8
+memory-sharding=zero2&memory-gpu=141
+fp8-format=float8_e5m2&fp8-scaling=1x128&fp8-mean=2&fp8-spread=4.5&fp8-outlier=6
+fp4-rounding=nearest&fp4-hadamard=true&fp4-mean=-3&fp4-spread=2.5&fp4-outlier=6&fp4-largest=2
+fp4-draws=5
+delayed-format=float8_e5m2&delayed-history=3&delayed-algo=most_recent&delayed-margin=1
+delayed-steps=21&delayed-outliers=4, 9&delayed-infs=12
+"""
+STATE = dict(pair.split("=") for line in ADDRESS.split("\n") for pair in line.split("&") if pair)
 
 VALUES = (
     "const fields = document.querySelectorAll('main input:not([type=range]), main select');"

@@ -166,13 +166,16 @@ def test_a_loss_scale_is_stepped_and_played(page: Page) -> None:
     assert not page["sim-step"].is_enabled()
 
 
+def row_of(page: Page, table: str, name: str) -> list[str]:
+    """Return the words of a table's row behind its name."""
+    lines = [row.text.replace("\n", " ") for row in page[table].find_elements("tag name", "tr")]
+    return next(line.removeprefix(name).split() for line in lines if line.startswith(f"{name} "))
+
+
 @pytest.mark.slow
 def test_memory_is_compared(page: Page) -> None:
     def row(name: str) -> list[str]:
-        for line in page["memory-table"].find_elements("tag name", "tr"):
-            if line.text.replace("\n", " ").startswith(f"{name} "):
-                return line.text.replace("\n", " ").removeprefix(name).split()
-        raise AssertionError(name)
+        return row_of(page, "memory-table", name)
 
     small = "O2 O5 O7 O9, FusedAdam, split24, packed16"
     assert row("O0, FusedAdam")[:3] == ["112.00", "too", "large"]
@@ -201,10 +204,7 @@ def test_memory_is_compared(page: Page) -> None:
 @pytest.mark.slow
 def test_fp8_is_scaled(page: Page) -> None:
     def row(name: str) -> list[float]:
-        for line in page["fp8-table"].find_elements("tag name", "tr"):
-            if line.text.startswith(f"{name} "):
-                return [float(part) for part in line.text.split()[1:]]
-        raise AssertionError(name)
+        return list(map(float, row_of(page, "fp8-table", name)))
 
     lost = [row(scaling)[0] for scaling in ("none", "tensor", "row", "1x32")]  # as the text says
     assert lost == sorted(lost, reverse=True)

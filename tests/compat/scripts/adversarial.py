@@ -1,4 +1,4 @@
-"""Adversarial training of 2020: gradients of inputs, replays, random restarts, and a gradient penalty."""
+"""Adversarial training of 2020: gradients of inputs, random restarts, and a gradient penalty."""
 
 import argparse
 
@@ -11,7 +11,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--opt-level", default="O2", type=str, choices=["O0", "O1", "O2"])
 parser.add_argument("--loss-scale", default="1.0", type=str, choices=["1.0", "dynamic"])
 parser.add_argument("--master-weights", action="store_true")
-parser.add_argument("--attack", default="fgsm", choices=["fgsm", "free", "penalty"])
+parser.add_argument("--attack", default="fgsm", choices=["fgsm", "penalty"])
 args = parser.parse_args()
 torch.manual_seed(0)
 epsilon, alpha = torch.full((1, 1, 1), 0.1), torch.full((1, 1, 1), 0.125)
@@ -85,16 +85,6 @@ for X, y in batches(8):
             scaled_loss.backward()
         opt.step()
         delta.grad.zero_()
-    elif args.attack == "free":
-        for _ in range(3):
-            loss = criterion(model(X + delta[: X.size(0)]), y)
-            opt.zero_grad()
-            with amp.scale_loss(loss, opt) as scaled_loss:
-                scaled_loss.backward()
-            grad = delta.grad.detach()
-            delta.data = clamp(delta + epsilon * torch.sign(grad), -epsilon, epsilon)
-            opt.step()
-            delta.grad.zero_()
     else:
         X.requires_grad_()
         output = model(X)

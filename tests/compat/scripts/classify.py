@@ -7,13 +7,10 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-try:
-    from apex import amp, optimizers
-    from apex.parallel import DistributedDataParallel as DDP
-    from apex.parallel import convert_syncbn_model
-    from apex.parallel.LARC import LARC
-except ImportError:
-    raise ImportError("Please install apex from https://www.github.com/nvidia/apex to run this example.")
+from apex import amp, optimizers
+from apex.parallel import DistributedDataParallel as DDP
+from apex.parallel import convert_syncbn_model
+from apex.parallel.LARC import LARC
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--opt-level", type=str)
@@ -50,29 +47,16 @@ if args.resume:
     amp.load_state_dict(checkpoint["amp"])
 
 
-class Prefetcher:
-    def __init__(self, steps):
-        self.batches = iter(range(steps))
-
-    def next(self):
-        i = next(self.batches, None)
-        if i is None:
-            return None, None
-        torch.manual_seed(100 + i)
-        return torch.randn(12, 1, 6, 6), torch.randint(0, 3, (12,))
-
-
 for epoch in range(args.epochs):
-    prefetcher = Prefetcher(8)
-    input, target = prefetcher.next()
-    while input is not None:
+    for i in range(8):
+        torch.manual_seed(100 + i)
+        input, target = torch.randn(12, 1, 6, 6), torch.randint(0, 3, (12,))
         loss = F.cross_entropy(model(input), target)
         optimizer.zero_grad()
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
         optimizer.step()
         print("loss {:.4f}".format(loss.item()), "scale", amp._amp_state.loss_scalers[0]._loss_scale)
-        input, target = prefetcher.next()
 if args.save:
     torch.save(
         {

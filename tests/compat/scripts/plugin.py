@@ -1,4 +1,4 @@
-"""The way of Lightning 1.x: a precision plugin around apex, schedulers made anew, a module with its own steps."""
+"""The way of Lightning 1.x: a precision plugin around apex, schedulers made anew, steps by optimizer."""
 
 import sys
 
@@ -7,15 +7,8 @@ import torch.nn as nn
 from apex import amp
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-AMP_LEVEL = sys.argv[1]
 
-
-class LightningModule(nn.Module):
-    def training_step(self, batch, optimizer_idx):
-        raise NotImplementedError
-
-
-class Classifier(LightningModule):
+class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(4, 16), nn.ReLU())
@@ -32,29 +25,15 @@ class Classifier(LightningModule):
             return nn.functional.cross_entropy(logits, y)
         return nn.functional.mse_loss(helped.squeeze(1), y.float())
 
-    def configure_optimizers(self):
-        first = torch.optim.Adam([*self.backbone.parameters(), *self.head.parameters()], lr=0.01)
-        second = torch.optim.SGD(self.helper.parameters(), lr=0.1)
-        schedulers = [
-            torch.optim.lr_scheduler.StepLR(first, 5, gamma=0.5),
-            ReduceLROnPlateau(second, patience=2),
-        ]
-        return [first, second], schedulers
-
 
 class ApexMixedPrecisionPlugin:
     def __init__(self, amp_level="O2"):
         self.amp_level = amp_level
-        self._connected = False
 
     def connect(self, model, optimizers, schedulers):
         model, optimizers = amp.initialize(model, optimizers, opt_level=self.amp_level)
         self.reinit_schedulers(optimizers, schedulers)
-        self._connected = True
         return model, optimizers
-
-    def master_params(self, optimizer):
-        return amp.master_params(optimizer)
 
     def backward(self, closure_loss, optimizer):
         with amp.scale_loss(closure_loss, optimizer) as scaled_loss:
@@ -64,32 +43,25 @@ class ApexMixedPrecisionPlugin:
     @staticmethod
     def reinit_schedulers(optimizers, schedulers):
         for scheduler in schedulers:
-            state = None
             for optimizer in optimizers:
                 if scheduler.optimizer == optimizer:
-                    for i, mro in enumerate(scheduler.__class__.__mro__):
-                        if mro in (LRScheduler, ReduceLROnPlateau):
-                            idx = i
-                            state = scheduler.state_dict()
-                            break
+                    state = scheduler.state_dict()
                     if isinstance(scheduler, ReduceLROnPlateau):
                         state.pop("optimizer", None)
-                    scheduler.__class__.__mro__[idx].__init__(scheduler, optimizer)
-                    if state is not None:
-                        scheduler.load_state_dict(state)
-
-    def on_save_checkpoint(self, checkpoint):
-        checkpoint["amp_scaling_state"] = amp.state_dict()
-
-    def on_load_checkpoint(self, checkpoint):
-        if "amp_scaling_state" in checkpoint:
-            amp.load_state_dict(checkpoint["amp_scaling_state"])
+                    mro = next(m for m in type(scheduler).__mro__ if m in (LRScheduler, ReduceLROnPlateau))
+                    mro.__init__(scheduler, optimizer)
+                    scheduler.load_state_dict(state)
 
 
 torch.manual_seed(0)
 module = Classifier()
-optimizers, schedulers = module.configure_optimizers()
-plugin = ApexMixedPrecisionPlugin(AMP_LEVEL)
+first = torch.optim.Adam([*module.backbone.parameters(), *module.head.parameters()], lr=0.01)
+optimizers = [first, torch.optim.SGD(module.helper.parameters(), lr=0.1)]
+schedulers = [
+    torch.optim.lr_scheduler.StepLR(optimizers[0], 5, gamma=0.5),
+    ReduceLROnPlateau(optimizers[1], patience=2),
+]
+plugin = ApexMixedPrecisionPlugin(sys.argv[1])
 module, optimizers = plugin.connect(module, optimizers, schedulers)
 x = torch.randn(64, 4)
 batch = (x, (x.sum(1) > 0).long())
@@ -100,14 +72,13 @@ for step in range(12):
         for other in optimizers:
             other.zero_grad()
         loss = plugin.backward(module.training_step(batch, idx), optimizer)
-        torch.nn.utils.clip_grad_norm_(list(plugin.master_params(optimizer)), 5.0)
+        torch.nn.utils.clip_grad_norm_(list(amp.master_params(optimizer)), 5.0)
         optimizer.step()
         losses.append(loss.item())
     schedulers[0].step()
     schedulers[1].step(losses[1])
     history.append(losses)
-checkpoint = {}
-plugin.on_save_checkpoint(checkpoint)
-plugin.on_load_checkpoint(checkpoint)
+checkpoint = {"amp_scaling_state": amp.state_dict()}
+amp.load_state_dict(checkpoint["amp_scaling_state"])
 print("first {:.3f} {:.3f} last {:.3f} {:.3f}".format(*history[0], *history[-1]))
 print("lr {} {}".format(optimizers[0].param_groups[0]["lr"], optimizers[1].param_groups[0]["lr"]))

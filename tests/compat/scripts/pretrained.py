@@ -5,19 +5,13 @@ import argparse
 import torch
 import torch.nn as nn
 
-try:
-    from apex.normalization.fused_layer_norm import FusedLayerNorm as BertLayerNorm
-except ImportError:
-    print("Better speed can be achieved with apex installed from https://www.github.com/nvidia/apex .")
-    raise
+from apex.normalization.fused_layer_norm import FusedLayerNorm as BertLayerNorm
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--fp16", action="store_true")
 parser.add_argument("--loss_scale", type=float, default=0)
-parser.add_argument("--learning_rate", type=float, default=2e-3)
-parser.add_argument("--warmup_proportion", type=float, default=0.25)
-parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
 args = parser.parse_args()
+args.learning_rate, args.warmup_proportion, args.gradient_accumulation_steps = 2e-3, 0.25, 2
 torch.manual_seed(42)
 
 

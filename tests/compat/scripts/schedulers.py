@@ -12,13 +12,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--scheduler", default="cosine", choices=["cosine", "inv_sqrt", "dev_perf", "constant"])
 parser.add_argument("--optim", default="adam")
 parser.add_argument("--apex-amp-opt-level", default="O2")
-parser.add_argument("--lr", type=float, default=0.02)
-parser.add_argument("--eta-min", type=float, default=0.001)
-parser.add_argument("--warmup-step", type=int, default=4)
-parser.add_argument("--max-step", type=int, default=16)
-parser.add_argument("--batch-chunk", type=int, default=2)
-parser.add_argument("--clip", type=float, default=0.25)
 args = parser.parse_args()
+args.lr, args.warmup_step, args.max_step, args.batch_chunk = 0.02, 4, 16, 2
 torch.manual_seed(1111)
 
 
@@ -56,14 +51,10 @@ else:
 model, optimizer = amp.initialize(model, optimizer, opt_level=args.apex_amp_opt_level)
 
 if args.scheduler == "cosine":
-    scheduler = optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, args.max_step - args.warmup_step, eta_min=args.eta_min
-    )
+    scheduler = optim.lr_scheduler.CosineAnnealingLR(optimizer, args.max_step - args.warmup_step, 0.001)
 elif args.scheduler == "inv_sqrt":
 
     def lr_lambda(step):
-        if step == 0 and args.warmup_step == 0:
-            return 1.0
         return 1.0 / (step**0.5) if step > args.warmup_step else step / (args.warmup_step**1.5)
 
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lr_lambda=lr_lambda)
@@ -86,7 +77,7 @@ for train_step in range(1, args.max_step + 1):
         with amp.scale_loss(loss, optimizer, delay_unscale=(i < args.batch_chunk - 1)) as scaled_loss:
             scaled_loss.backward()
         train_loss += loss.float().item()
-    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), args.clip)
+    norm = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.25)
     optimizer.step()
     if args.scheduler in ["cosine", "constant"]:
         if train_step < args.warmup_step:

@@ -1,29 +1,30 @@
-"""The kernels that quantize, with their usual arguments, compiled for GPUs that are not there."""
+"""The kernels that quantize to FP8 and FP4, with their usual arguments, for GPUs that are not there."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from amp.kernels import fp4_tiles
 from amp.kernels import quantize_tiles as tiles
 from amp.kernels.fp8 import Granularity
 from amp.kernels.language import OPTIONS, triton
+from tests.kernels.compile_cases import GPUS
 
-TARGETS = {
-    "sm_89": GPUTarget("cuda", 89, 32),
-    "sm_90": GPUTarget("cuda", 90, 32),
-    "sm_100": GPUTarget("cuda", 100, 32),
-    "gfx942": GPUTarget("hip", "gfx942", 64),
-    "gfx950": GPUTarget("hip", "gfx950", 64),
-}
+OF_FP4 = (fp4_tiles.amaxes_kernel, fp4_tiles.blocks_kernel)
 POINTERS = {
-    "by_row": "*u8",
-    "by_column": "*u8",
-    **dict.fromkeys(("amax", "factor", "used", "inverse", "transposed"), "*fp32"),
-    **dict.fromkeys(("seen", "divisor"), "*fp32"),
+    **dict.fromkeys(("by_row", "by_column"), "*u8"),
+    **dict.fromkeys(("amax", "factor", "used", "inverse", "transposed", "seen", "divisor"), "*fp32"),
     **dict.fromkeys(("scratch", "of_rows", "of_columns"), "*i32"),
+}
+POINTERS_OF_FP4 = {
+    "by_row": "*u8",
+    "by_column": "*i64",
+    "calls": "*i64",
+    **dict.fromkeys(("inverse", "transposed"), "*u8"),
+    **dict.fromkeys(("row_amax", "column_amax", "outer", "outer_of_columns"), "*fp32"),
+    **dict.fromkeys(("of_rows", "of_columns"), "*i32"),
 }
 
 
@@ -47,6 +48,10 @@ class Case(NamedTuple):
     elements: int
     writes: int
     types: dict[str, str]
+
+    @property
+    def is_fp4(self) -> bool:
+        return self.kernel in OF_FP4
 
 
 def case(
@@ -74,9 +79,16 @@ def case(
     return Case(kernel, constants, warps, source, elements, writes, types or {})
 
 
+def fp4_case(kernel: Any, source: str, **constants: Any) -> Case:
+    sizes = {name: size for name, size in fp4_tiles.SIZES.items() if name in kernel.arg_names}
+    elements = fp4_tiles.TILE[0] * fp4_tiles.TILE[1]
+    return Case(kernel, sizes | constants, fp4_tiles.WARPS, source, elements, 0, POINTERS_OF_FP4)
+
+
 UNSEEN = {"seen": None, "divisor": None}
 KNOWN = {"scratch": None, "used": None, "inverse": None, **UNSEEN}
 """What `tensor_kernel` gets beside the right factor."""
+NO_AMAX = dict.fromkeys(("row_amax", "column_amax", "outer", "outer_of_columns"))
 
 CASES: dict[str, Case] = {}
 for source in ("bf16", "fp32"):
@@ -93,36 +105,35 @@ for source in ("bf16", "fp32"):
     CASES[f"current {source}"] = case(tiles.tensor_kernel, source, **KNOWN)
     CASES[f"delayed {source}"] = case(tiles.tensor_kernel, source)
     CASES[f"guessed {source}"] = case(tiles.tensor_kernel, source, IS_GUESS=True, **UNSEEN)
-    CASES[f"rowwise {source}"] = case(
-        tiles.rows_kernel,
-        source,
-        granularity="row",
-        types={"of_rows": "*fp32", "of_columns": "*fp32"},
-    )
+    of_rows = dict.fromkeys(("of_rows", "of_columns"), "*fp32")
+    CASES[f"rowwise {source}"] = case(tiles.rows_kernel, source, granularity="row", types=of_rows)
     CASES[f"128x128 {source}"] = case(tiles.squares_kernel, source, granularity="128x128")
     CASES[f"1x128 {source}"] = case(tiles.groups_kernel, source, granularity="1x128", G=128, E8M0=False)
-    scales = {"inverse": "*u8", "transposed": "*u8"}
-    CASES[f"1x32 {source}"] = case(
-        tiles.groups_kernel,
-        source,
-        granularity="1x32",
-        types=scales,
-        G=32,
-        E8M0=True,
-    )
-CASES["current bf16, E5M2"] = case(tiles.tensor_kernel, "bf16", E4M3=False, **KNOWN)
-CASES["current bf16, by row"] = case(tiles.tensor_kernel, "bf16", by_column=None, **KNOWN)
-CASES["current bf16, transposed"] = case(tiles.tensor_kernel, "bf16", by_row=None, **KNOWN)
-CASES["guessed bf16, by row"] = case(
-    tiles.tensor_kernel, "bf16", IS_GUESS=True, by_column=None, **UNSEEN
-)
-CASES["guessed bf16, transposed"] = case(
-    tiles.tensor_kernel, "bf16", IS_GUESS=False, by_row=None, **UNSEEN
-)
+    scales: Any = {"types": {"inverse": "*u8", "transposed": "*u8"}, "G": 32, "E8M0": True}
+    CASES[f"1x32 {source}"] = case(tiles.groups_kernel, source, granularity="1x32", **scales)
+    CASES[f"FP4, amaxes {source}"] = fp4_case(fp4_tiles.amaxes_kernel, source)
+    for name, constants in {
+        "1x16": {"calls": None},
+        "1x16, transformed": {"HADAMARD": True, "calls": None},
+        "1x16, transformed, random": {"HADAMARD": True},
+        "16x16": {"H": 16, "calls": None},
+        "1x32, transformed": {"HADAMARD": True, "G": 32, **NO_AMAX, "calls": None},
+        "1x32, transformed, random": {"HADAMARD": True, "G": 32, **NO_AMAX},
+    }.items():
+        usual = {"HADAMARD": False, "H": 1, "G": 16}
+        CASES[f"FP4, {name} {source}"] = fp4_case(fp4_tiles.blocks_kernel, source, **usual | constants)
+for name, changes in {
+    "current bf16, E5M2": {"E4M3": False, **KNOWN},
+    "current bf16, by row": {"by_column": None, **KNOWN},
+    "current bf16, transposed": {"by_row": None, **KNOWN},
+    "guessed bf16, by row": {"IS_GUESS": True, "by_column": None, **UNSEEN},
+    "guessed bf16, transposed": {"IS_GUESS": False, "by_row": None, **UNSEEN},
+}.items():
+    CASES[name] = case(tiles.tensor_kernel, "bf16", **changes)
 
 
-def compiled(case: Case, target: Any) -> Any:
-    names = case.kernel.arg_names
+def compiled(case: Case, target: str) -> Any:
+    gpu, names = GPUS[target], case.kernel.arg_names
     pointers = {**POINTERS, "x": f"*{case.source}", **case.types}
     signature = {name: pointers.get(name, "i32") for name in names}
     signature |= dict.fromkeys(of_target(case, target), "constexpr")
@@ -130,11 +141,12 @@ def compiled(case: Case, target: Any) -> Any:
     known = [name for name in tiles.tiled_jit.keywords["multiples_of_16"] if name in names]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in known}
     source = ASTSource(fn=case.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    warps = warps_for(case, target)
-    return triton.compile(source, target=target, options={"num_warps": warps, **OPTIONS})
+    limit = {"maxnreg": fp4_tiles.REGISTERS} if case.is_fp4 and gpu.backend == "cuda" else {}
+    options = {"num_warps": warps_for(case, target), **OPTIONS, **limit}
+    return triton.compile(source, target=gpu, options=options)
 
 
-def of_target(case: Case, target: Any) -> dict[str, Any]:
+def of_target(case: Case, target: str) -> dict[str, Any]:
     """Return the compile-time arguments of a case on a target."""
     constants = dict(case.constants)
     if "AGAIN" in case.kernel.arg_names:
@@ -144,9 +156,9 @@ def of_target(case: Case, target: Any) -> dict[str, Any]:
     return constants
 
 
-def rounds_by_bits(case: Case, target: Any) -> bool:
+def rounds_by_bits(case: Case, target: str) -> bool:
     """Whether a program does without the cast of the target."""
-    return case.source == "fp32" and target.backend == "cuda"
+    return case.source == "fp32" and target.startswith("sm_")
 
 
 def written_again(case: Case) -> int:
@@ -155,11 +167,11 @@ def written_again(case: Case) -> int:
     return tiles.FEW.value * case.constants["TK"] if checks else 0
 
 
-def reads_again(case: Case, target: Any) -> bool:
+def reads_again(case: Case, target: str) -> bool:
     """Whether a program reads its tile twice."""
-    return "AGAIN" in case.kernel.arg_names and case.source == "fp32" and target.arch == "gfx942"
+    return "AGAIN" in case.kernel.arg_names and case.source == "fp32" and target == "gfx942"
 
 
-def warps_for(case: Case, target: Any) -> int:
+def warps_for(case: Case, target: str) -> int:
     """Return the warps of a program; AMD's are twice as wide."""
-    return case.warps // 2 if target.backend == "hip" else case.warps
+    return case.warps if target.startswith("sm_") else case.warps // 2
