@@ -22,13 +22,13 @@ from torch.utils._pytree import tree_leaves
 
 from amp.casting.cast_hooks import can_ruin, ruined_by_cast
 from amp.diagnosis import advice
-from amp.diagnosis.blame import Loss, classified, is_finite_if_filled, lost_before
+from amp.diagnosis.blame import Loss, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.memories import Value, inputs_of, results_from
-from amp.diagnosis.penalties import not_scaled, takes_scaled
+from amp.diagnosis.penalties import takes_scaled
 from amp.diagnosis.places import Place
-from amp.diagnosis.records import Op, ancestors, origin
+from amp.diagnosis.records import Op, ancestors
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import CANNOT_RUN, is_finite
 from amp.dtypes import LOW_PRECISION, dtype_name
@@ -77,11 +77,11 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         what = f"the gradient of {name} was written to while it was still scaled"
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
-    found += [*_of_unscaled_loss(shadow), *((-1, x) for x in _ruined_buffers(shadow))]
+    found += [(-1, x) for x in _ruined_buffers(shadow)]
     if penalty := _of_penalty(shadow):  # which the loss scale makes too large: once more by each factor
         found = [penalty, *(x for x in found if x[1].cause not in ("loss scale", "range"))]
     if not found:
-        found += [*_chosen_wrongly(shadow), *((0, x) for x in _vanished(shadow))]
+        found += [(0, x) for x in _vanished(shadow)]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
 
 
@@ -105,17 +105,6 @@ def _of_penalty(shadow: Shadow) -> tuple[int, Finding] | None:
     by = exact(scale)
     what = f"the loss is computed of gradients that are still scaled by {by}, as in a penalty"
     return op.number, _finding(op, "order", what, advice.unscaled_penalty(shadow.properties))
-
-
-def _of_unscaled_loss(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
-    """Yield a finding for a loss that torch's gradient scaler unscales, and has not scaled."""
-    seen = shadow.gradients
-    if shadow.properties is None:
-        op = not_scaled(shadow.ops, seen.losses, seen.unscaled.values(), seen.scales)
-        if op is not None:
-            what = "backward() starts from a loss that is not scaled, beside one that is: the scaler "
-            what += f"divides its gradients by {exact(seen.unscaled_by)} with the others"
-            yield op.number, _finding(op, "order", what, "Call scaler.scale(loss).backward() for each.")
 
 
 def _causes(shadow: Shadow) -> list[Op]:
@@ -253,10 +242,9 @@ def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> LostScalar | 
         for x in tree_leaves((made[0].args, made[0].kwargs)):
             number = _only_number(x)
             if loss.before / 2 <= number <= loss.before * 1.001:
-                return LostScalar(made[0].place, number, loss.value.real.dtype)
+                return LostScalar(made[0].place, number)
         made = [shadow.ops[x] for x in made[0].parents]
-    small = [x for x in shadow.lost.scalars if not x.is_large]
-    return next((x for x in small if x.place.module == op.place.module), None)
+    return next((x for x in shadow.lost.scalars if x.place.module == op.place.module), None)
 
 
 def _only_number(x: Any) -> float:
@@ -389,17 +377,6 @@ def _norm_beside(shadow: Shadow, name: str) -> float:
     """Return the norm of all gradients of the model that a parameter belongs to."""
     prefix = next(x for x in shadow.models if name.startswith(x))
     return math.hypot(*(x.norm for one, x in shadow.gradients.known.items() if one.startswith(prefix)))
-
-
-def _chosen_wrongly(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
-    """Yield a finding for each line that chooses other elements than exact numbers lead to."""
-    for choice in {x.op.place: x for x in shadow.lost.choices}.values():
-        op, value = choice.op, choice.value
-        made = origin(shadow.ops, value.made)
-        loss = lost_before(shadow, made) if made is not None else None
-        one = _of_loss(shadow, op, loss or classified(value, made, op))
-        what = f"{one.what}, which chooses wrongly in {choice.share:.0%} of the cases"
-        yield op.number, replace(one, what=what)
 
 
 def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:

@@ -13,14 +13,12 @@ from torch import Tensor, nn
 
 from amp import distributed
 from amp.diagnosis.causes import findings_of, stands_still, still_in
-from amp.diagnosis.findings import Finding, Report, exact
+from amp.diagnosis.findings import Finding, Report
 from amp.diagnosis.guard import guarded
 from amp.diagnosis.places import unwrapped
 from amp.diagnosis.shadow import Shadow
-from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError
 from amp.other_names import names_keywords
-from amp.profiles.properties import Properties
 from amp.training.attached_optimizer import AttachedOptimizer
 
 
@@ -70,41 +68,13 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
 def _found_by(trace: Shadow, attached: Sequence[AttachedOptimizer]) -> list[Finding]:
     found = findings_of(trace)
     weights = [x for x in still_in(trace, found) if x.owned.kind == "weight"]
-    found += stands_still(weights, bool(attached))
-    if found and found[0].reached:
-        loose = [one.owner.properties for one in attached if not is_checked([one])]
-        found += [x for properties in loose[:1] for x in unchecked(properties, False)]
-    return found
+    return [*found, *stands_still(weights, bool(attached))]
 
 
 def open_scale(attached: Sequence[AttachedOptimizer]) -> Tensor | None:
     """Return the loss scale, on the device, of a block that one of these optimizers is in, or None."""
     blocks = [one.gradients.open_block for one in attached]
     return next((block.scale.scale for block in blocks if block is not None), None)
-
-
-def is_checked(attached: Sequence[AttachedOptimizer]) -> bool:
-    """Whether the gradients of these optimizers, all of one session, are checked before a step."""
-    return all(
-        scaler.checks(one.gradients.capabilities.skips_on_device)
-        for one in attached
-        for scaler in one.owner.scalers
-    )
-
-
-def computes_in_half(properties: Properties) -> bool:
-    """Whether a level computes in 16 bits."""
-    return properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
-
-
-def unchecked(properties: Properties, is_checked: bool) -> list[Finding]:
-    """Return a finding if a level in half precision does not check its gradients."""
-    if is_checked or not properties.enabled or not computes_in_half(properties):
-        return []
-    init = exact(properties.loss_scaling.init)
-    what = f"loss_scale={init} is static, and gradients are not checked: one NaN in a batch ruins the "
-    todo = f"loss_scale: {{mode: static, init: {init}, check: true}}"
-    return [Finding("unchecked", f"{what}weights", todo)]
 
 
 def named_models(model: Any, caller: str) -> dict[str, nn.Module]:

@@ -27,13 +27,8 @@ CAUSES = {
     "still": "numbers that a step was to change stayed as they were, since the change is too small",
     "buffer": "a cast has rounded a buffer",
     "loss": "a loss is not finite in a step that was not looked at",
-    "mask": "a constant is too large for the format",
-    "fails": "what runs in FP32 raises at this level",
-    "unchecked": "gradients are not checked before a step",
-    "tied": "modules share a weight, and rules do not treat them alike",
 }
-"""The kinds of cause, by their stable names. The last four are from `amp.check` and `reamp doctor`;
-`amp.diagnose` reports only `unchecked` of them."""
+"""The kinds of cause, by their stable names."""
 
 
 @dataclass(frozen=True)
@@ -155,13 +150,13 @@ def said_of(findings: Sequence[Finding], has_ranks: bool = False) -> str:
 
 @dataclass
 class Report:
-    """The result of `amp.diagnose`, which is filled when the block ends.
+    """The result of `amp.diagnose`, which is filled when the block ends, of `amp.check` and of a watch.
 
     Attributes:
         findings: what was found, the cause first; empty if nothing was wrong.
         ops: how many ops were watched.
         ranks: how many processes the findings come from.
-        about: what was watched, in one line, if the training of a script was.
+        about: what was watched, in one line: what trains, or the level of a check.
         unfollowed: counts what could not be watched, because the watch itself raised an error.
         why_nothing: why no op was watched, if none was.
     """

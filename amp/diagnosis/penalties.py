@@ -1,4 +1,4 @@
-"""Finding losses that are computed from scaled gradients, such as penalties, or that are not scaled.
+"""Finding losses that are computed from scaled gradients, such as penalties.
 
 A scaled gradient has the degree 1 in the scale, its square 2, and a ratio of two gradients 0. A result
 of degree 1 is unscaled by a factor of 1 / scale, or of less, since it may hold a learning rate too.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils._pytree import tree_leaves
 
 from amp.diagnosis.memories import Value, inputs_of
-from amp.diagnosis.records import Op, ancestors
+from amp.diagnosis.records import Op
 from amp.diagnosis.twins import largest
 
 EPS = 1e-3
@@ -50,34 +50,6 @@ def takes_scaled(ops: Mapping[int, Op], losses: Iterable[int], scale: float) -> 
             scaled[number] = _Scaled(degree, first if takers else None)
     wrong = [scaled[x] for x in losses if x in scaled and scaled[x].degree != 1.0]
     return next((x.taker for x in wrong if x.taker is not None and x.taker.phase == "forward"), None)
-
-
-def not_scaled(
-    ops: Mapping[int, Op], losses: Iterable[int], grads: Iterable[int], scales: Iterable[float]
-) -> Op | None:
-    """Return the op that made a loss which is not scaled, and shares a gradient with one that is.
-
-    Args:
-        ops: the ops that ran, by number.
-        losses: the numbers of those that made losses.
-        grads: the numbers of those that made gradients which a gradient scaler unscales.
-        scales: the loss scales.
-    """
-    by_scale: dict[bool, set[int]] = {True: set(), False: set()}
-    factors = [scale for scale in scales if scale != 1.0]
-    for loss in losses if factors else ():
-        before = ancestors(ops, [loss])
-        by_scale[any(_scales(op, scale) for op in before for scale in factors)].add(loss)
-    if not all(by_scale.values()):
-        return None
-    begun = by_scale[True] | by_scale[False]
-    kept = {x: op for x, op in ops.items() if op.phase == "backward" or op.aten == "ones_like"}
-    kept = {x: op for x, op in kept.items() if "zero_" not in op.aten} | {x: ops[x] for x in begun}
-    for grad in grads:
-        behind = {op.number for op in ancestors(kept, [grad])}
-        if behind & by_scale[True] and (found := behind & by_scale[False]):
-            return ops[min(found)]
-    return None
 
 
 def _scales(op: Op, scale: float) -> bool:

@@ -74,14 +74,12 @@ class _Begun(NamedTuple):
     Attributes:
         place: where it was called.
         phase: as of a `Finding`.
-        counts: whether the ledger counts it.
         values: what it reads, by the id of the tensor.
         written: the floating tensors that it writes to.
     """
 
     place: Place
     phase: str
-    counts: bool
     values: dict[int, Value]
     written: list[Tensor]
 
@@ -99,10 +97,9 @@ class Shadow(Observer):
         ops: the ops that ran, by number.
         memories: the memory of the tensors that were seen, with their names and twins.
         lost: what the ops have lost.
-        ledger: what the first forward of each model costs.
+        ledger: what the first forward of each model calls.
         gradients: what was seen of losses and gradients.
         bad_weights: for each parameter that the step made inf or NaN, the number of the op that did.
-        failed: where the first op that raised was called, or None.
         cast_buffers: buffers that amp has cast, by name, and what they were.
         without_twin: how many ops could not run on twins.
         properties: those of the models' session; None for a script without amp.
@@ -117,16 +114,16 @@ class Shadow(Observer):
         self.models = models
         self.ops: dict[int, Op] = {}
         self.memories = Memories()
-        self.lost, self.ledger = Lost(), Ledger(self.memories)
+        self.lost, self.ledger = Lost(), Ledger()
         self.gradients = SeenGradients(self.memories, open_scale)
         self.bad_weights: dict[str, int] = {}
         self.cast_buffers = cast_buffers_of(models)
         self.without_twin = 0
         self.unfollowed = Unfollowed() if unfollowed is None else unfollowed
-        self.failed: Place | None = None
         self.properties = properties_of(models.values())
         self._places = Places(models, self)
         self._called: set[int] = set()  # the ids of the models whose first forward has begun
+        self._in_fp8 = {name for name, x in modules_of(models).items() if "_amp_fp8" in vars(x)}
         self._is_stepping = False
         self._open = ExitStack()
 
@@ -143,9 +140,6 @@ class Shadow(Observer):
                     self.memories.own("buffer", prefix + unwrapped_name(name), buffer)
             for buffer, before in self.cast_buffers.values():
                 self.memories.put(buffer, before)
-            for name, module in modules_of(self.models).items():
-                if "_amp_fp8" in vars(module):
-                    stack.callback(self.ledger.follow_fp8(name, module).remove)
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))
@@ -187,7 +181,7 @@ class Shadow(Observer):
 
     @guarded
     def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the arguments of a model, and what its first forward costs."""
+        """Note the arguments of a model, and what its first forward calls."""
         self.note_arguments(model, args, kwargs)
         if torch.is_grad_enabled() and id(model) not in self._called:
             self._called.add(id(model))
@@ -198,7 +192,14 @@ class Shadow(Observer):
         """Record the names of the arguments that a model's tensors come in by."""
         for name, x in _named(model, args, kwargs):
             self.memories.own("argument", name, x)
-            self.memories[x].before = None  # a cast back is of this model
+
+    @guarded
+    def module_left(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that the forward of a module has ended."""
+        if self.ledger.is_open and "_amp_fp8" in vars(module) and output is not None:
+            self.ledger.note_fp8(self._places.of_call(nn.functional.linear), module, args[0], output)
+        if any(module is model for model in self.models.values()):
+            self.ledger.close()
 
     @guarded
     def function_called(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
@@ -206,8 +207,8 @@ class Shadow(Observer):
         if function in _MAKERS:
             given = kwargs["data"] if "data" in kwargs else args[function is Tensor.new_tensor]
             self._unseen(self._note_made, given, result)
-        if self.ledger.is_open:
-            self.ledger.call_ends(self._places.of_call(function), function, args, kwargs, result)
+        if self.ledger.is_open and (place := self._places.of_call(function)).module not in self._in_fp8:
+            self.ledger.note_call(place, function, args, kwargs, result)
 
     def _note_made(self, given: Any, x: Tensor) -> None:
         """Note numbers of Python's that are too large for the tensor that is made of them."""
@@ -245,11 +246,7 @@ class Shadow(Observer):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, and again on twins, and note what is wrong."""
         begun = self._op_begins(func, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except Exception:
-            self.failed = self.failed or (begun and begun.place)
-            raise
+        result = func(*args, **kwargs)
         if begun is None or not self._op_ends(begun, func, args, kwargs, result):
             self._forget_op(func, args, kwargs, result)
         return result
@@ -261,14 +258,13 @@ class Shadow(Observer):
         place, phase = self._places.here(func.overloadpacket.__name__)
         if self._is_stepping and phase == "forward":
             place, phase = Place(place.op, place.module, *user_line(in_packages=False)), "step"
-        counts = self.ledger.is_open and phase == "forward"
         written = written_by(func, args, kwargs)
         if phase != "backward":
             self.lost.note_scalars(place, func, args)
         values = {id(x): self.memories.read(x) for x in floats_in((args, kwargs))}
         for x in written:
             self.memories.before_write(x)
-        return _Begun(place, phase, counts, values, written)
+        return _Begun(place, phase, values, written)
 
     @guarded
     @torch.no_grad()
@@ -276,11 +272,9 @@ class Shadow(Observer):
         self, begun: _Begun, func: Any, args: Any, kwargs: dict[str, Any], result: Any
     ) -> bool:
         """Do an op that has run on twins, and return that this was possible."""
-        place, phase, counts, values, written = begun
+        place, phase, values, written = begun
         if func.overloadpacket is torch.ops.aten.set_:  # it computes nothing, as for a loader
             return True
-        if counts:
-            self.ledger.op_ends(place, func, args, kwargs, result)
         if not func.is_view and (values or floats_in(result)):
             scale = self.gradients.scale if phase == "backward" else 1.0
             op = Op(len(self.ops) + 1, place, phase, func, scale)
@@ -329,7 +323,6 @@ class Shadow(Observer):
         self._note_lost(op, values, outputs, written)
         for value in values.values() if op.aten in CASTS and not outputs else ():
             self.lost.note_integers(origin(self.ops, value.made) or op, value, result)
-        self.lost.note_choice(op, values, args, kwargs, result)
         if op.aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
             self.gradients.note_unscale(args[0], args[2])
         elif written and op.phase != "backward":

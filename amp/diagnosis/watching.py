@@ -152,9 +152,10 @@ class TrainingWatch(Training, Observer):
         """What is watched, in one line."""
         if not self._parts:
             return "no optimizer was made"
-        scaler = "a GradScaler" if self._has_scaler else "no GradScaler"
+        levels = {f"at {one.owner.properties.opt_level or 'a profile'}" for one in self._attached}
+        scaled = ["a GradScaler"] if self._has_scaler else sorted(levels) or ["no GradScaler"]
         counted = f"{self.steps} step{'s' * (self.steps != 1)}" + self._is_ruined * _RUINED
-        parts = [*self._parts, *self._names, scaler, counted]
+        parts = [*self._parts, *self._names, *scaled, counted]
         lost = self._without_twin
         said = ", ".join(dict.fromkeys(parts + [f"{lost} ops could not run in FP64"] * bool(lost)))
         missed = [step for step in self._due if step in self._at]
@@ -239,12 +240,6 @@ class TrainingWatch(Training, Observer):
     def tell(self, text: str) -> None:
         """Tell the user something before the report."""
         logger.warning(text)
-
-    def watch_steps(self, at: Iterable[int]) -> None:
-        """Watch other steps than before, without what was seen until now."""
-        self._drop()
-        self._due = sorted(at)
-        self._begin()
 
     def _restart(self) -> None:
         if self._is_empty:

@@ -150,7 +150,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         """The most steps that an optimizer has made."""
         return max((log.steps for log in self._logs.values()), default=0)
 
-    def seen(self, error: str = "") -> Record:
+    def seen(self) -> Record:
         """Return the measurements so far. The host waits for the device."""
         logs, record = self._logs.values(), self._record
         steps = min(self.trial.steps, self.steps)
