@@ -1,12 +1,17 @@
-"""Judging the levels of a comparison: which are healthy, and which to recommend."""
+"""Judging the levels of a comparison: how far off, which are healthy, and which to recommend."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from amp.trials.measuring import Error, gaps_of, mean_of, median_of
-from amp.trials.results import LevelResult, Problem
+import torch
+from torch import Tensor
+
+from amp.trials.observing import ModuleGradients, Record
+from amp.trials.results import LevelResult, ModuleError, Problem
 
 FLOORS = 10
 """A loss may be above the reference by so many times the distance of FP32 from the reference ..."""
@@ -23,12 +28,128 @@ STILL = 0.1
 """The fraction of weights that may stand still, beyond those at O0."""
 SKIPPED = 0.5
 """The fraction of steps that may be skipped, after the search for the loss scale."""
+_ZERO = {"FP64": 1e-12, "FP32": 1e-6}
+"""A gradient smaller than this times the median of all modules is 0 up to rounding errors."""
 AS_FAST = 1.05
 """Times within this factor of the fastest count as equal."""
 
 ON_A_GPU = ("O5", "O4", "O7", "O6", "O2", "O1")
 """The cheapest level first, with bfloat16 tensor cores; FP8 pays only for layers wider than 2,000."""
 WITHOUT_BFLOAT16 = ("O2", "O1")
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The runs that levels are compared with.
+
+    Attributes:
+        name: the precision of the reference, `FP64` or `FP32`.
+        record: the reference.
+        floor: a run at O0, whose distance from the reference is noise.
+        notes: remarks on both, for the user.
+    """
+
+    name: str
+    record: Record
+    floor: Record
+    notes: tuple[str, ...] = ()
+
+
+def error_of(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """Return |g - r| / |r| of gradients g as one vector, and reference gradients r, computed in FP64.
+
+    It is 0 if both are 0, and inf if g is not finite or only r is 0.
+    """
+    found, exact = _as_vector(grads), _as_vector(reference)
+    if found.shape != exact.shape or not found.isfinite().all():
+        return math.inf
+    difference, size = float((found - exact).norm()), float(exact.norm())
+    if not size:
+        return math.inf if difference else 0.0
+    return difference / size
+
+
+def errors_of(grads: ModuleGradients, reference: ModuleGradients) -> dict[str, float]:
+    """Return the error of each module that has a gradient in both runs."""
+    return {name: error_of(grads[name], exact) for name, exact in reference.items() if name in grads}
+
+
+def total_error_of(grads: ModuleGradients, reference: ModuleGradients) -> float:
+    """Return the error of all modules that have a gradient in both runs, as one vector."""
+    names = [name for name in reference if name in grads]
+    return error_of(
+        [grad for name in names for grad in grads[name]],
+        [grad for name in names for grad in reference[name]],
+    )
+
+
+def vanishing_modules(reference: ModuleGradients, limit: float) -> set[str]:
+    """Return modules whose gradient is 0 up to rounding errors, as for a bias before a BatchNorm.
+
+    Args:
+        reference: the gradients of the reference.
+        limit: the largest such gradient, relative to the median of all modules.
+    """
+    vectors = {name: _as_vector(grads) for name, grads in reference.items()}
+    sizes = {name: float(x.norm()) / math.sqrt(max(x.numel(), 1)) for name, x in vectors.items()}
+    smallest = limit * median_of(sizes.values())
+    return {name for name, size in sizes.items() if size <= smallest}
+
+
+def median_of(values: Iterable[float]) -> float:
+    """Return the median, or 0 if there are no values."""
+    found = list(values)
+    return statistics.median(found) if found else 0.0
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """Return the mean, or 0 if there are no values."""
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def gaps_of(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return how far each of the last losses, a third of all, is above the reference's."""
+    gaps = [x - y for x, y in zip(losses, reference, strict=False)]
+    return gaps[-max(1, math.ceil(len(gaps) / 3)) :]
+
+
+def _as_vector(grads: Sequence[Tensor]) -> Tensor:
+    parts = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    return torch.cat([part.double().flatten() for part in parts] or [torch.zeros(0)])
+
+
+def judged(
+    level: str, record: Record, basis: Basis, still_at_o0: float | None = None, searched: int = 0
+) -> LevelResult:
+    """Return how far a run is from the reference, and what is wrong with it."""
+    exact = basis.record
+    if not record.losses:
+        return LevelResult(level, (Problem("not_run", "not run: it made no step"),))
+    vanishing = vanishing_modules(exact.first, _ZERO[basis.name])
+    errors, floor = errors_of(record.first, exact.first), errors_of(basis.floor.first, exact.first)
+    telling = {name: error for name, error in errors.items() if name not in vanishing}
+    together = total_error_of(record.first, exact.first)
+    out = outstanding(telling, {name: floor[name] for name in telling if name in floor}, together)
+    gap = worst_gap(record.losses, exact.losses, basis.floor.losses) or (None, None)
+    parts = (size for part, size in record.memory.items() if part != "peak")
+    result = LevelResult(
+        level,
+        losses=record.losses,
+        loss_gap=gap[0],
+        loss_gap_allowed=gap[1],
+        gradient_error=together if telling else None,
+        median_error=median_of(telling.values()) if telling else None,
+        modules=tuple(ModuleError(name, telling.get(name), name in out) for name in errors),
+        skipped=sum(record.skipped),
+        scale_search=searched,
+        still=mean_of(record.still) if record.still else None,
+        seconds=statistics.median(record.seconds) if record.seconds else None,
+        memory=record.memory | {"total": record.memory.get("peak") or sum(parts)},
+    )
+
+    result = replace(result, problems=tuple(problems_of(result, basis.name, still_at_o0)))
+    return replace(result, remarks=tuple(remarks_of(result, record.small)))
 
 
 Losses = dict[str, list[float]]
@@ -51,7 +172,7 @@ def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> tuple[float, 
     return max(gaps, key=lambda gap: gap[0] / (gap[1] or math.ulp(0.0)), default=None)
 
 
-def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: float) -> set[str]:
+def outstanding(errors: dict[str, float], floor: dict[str, float], together: float) -> set[str]:
     """Return the modules whose error is far above the median at this level.
 
     A module whose error is above the median in FP32 already may have more error, in proportion. A fault
@@ -62,20 +183,20 @@ def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: flo
         floor: their errors in FP32.
         together: the error of all gradients as one vector.
     """
-    usual = median_of(error.relative for error in errors.values())
-    usual_in_floor = median_of(error.relative for error in floor.values())
+    usual = median_of(errors.values())
+    usual_in_floor = median_of(floor.values())
 
     def is_allowed(name: str, relative: float) -> bool:
-        in_floor = floor[name].relative if name in floor else 0.0
+        in_floor = floor.get(name, 0.0)
         harder = max(1.0, in_floor / usual_in_floor) if usual_in_floor else 1.0
         most = MEDIANS * usual * harder
         if together <= LARGEST_ERROR:  # else most modules are above it
             most = min(most, LARGEST_ERROR * max(1.0, harder / 2))
         return relative <= max(LEAST_ERROR, most)
 
-    found = {name for name, error in errors.items() if not is_allowed(name, error.relative)}
+    found = {name for name, error in errors.items() if not is_allowed(name, error)}
     if not found and errors and not together <= LARGEST_ERROR:
-        found = {max(errors, key=lambda name: errors[name].relative)}
+        found = {max(errors, key=errors.__getitem__)}
     return found
 
 

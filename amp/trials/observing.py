@@ -60,7 +60,6 @@ class Record:
         losses: by the name of the loss, for each step the sum over its `scale_loss` blocks.
         skipped: for each step, whether an optimizer skipped it.
         first: the gradients of the first step, after clipping.
-        last: the gradients of step `steps - 1`, after clipping.
         still: for each step that was not skipped, the fraction of weights, or of masters if there are
             any, that it did not change although their gradient is not 0.
         seconds: the time of each step but the first, without the observer's own time.
@@ -77,7 +76,6 @@ class Record:
     losses: dict[str, list[float]] = field(default_factory=dict)
     skipped: list[bool] = field(default_factory=list)
     first: ModuleGradients = field(default_factory=dict)
-    last: ModuleGradients = field(default_factory=dict)
     still: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
@@ -289,9 +287,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         return watched
 
     def _note_gradients(self, log: _Log) -> None:
-        """Keep the gradients of the first step and of the last."""
-        kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
-        if log.steps not in kept:
+        """Keep the gradients of the first step."""
+        if log.steps:
             return
         deferred = log.attached.gradients.deferral.for_step(log.attached.gradients.parameters.pairs)
         values = unscaled(deferred.grads.now(), deferred.inv_scale) if deferred.grads else ()
@@ -301,7 +298,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         }
         for parameter, name in self._names(log.attached.owner):
             if id(parameter) in grads:
-                kept[log.steps].setdefault(name, []).append(_on_host(grads[id(parameter)]))
+                self._record.first.setdefault(name, []).append(_on_host(grads[id(parameter)]))
 
     def _names(self, session: Session) -> Iterator[tuple[Tensor, str]]:
         """Yield the parameters of a session, each with the name of the module that owns it."""

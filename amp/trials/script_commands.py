@@ -18,7 +18,7 @@ from amp.terminal.command import Answer, argument, command
 from amp.terminal.output_files import check_output
 from amp.terminal.progress import Progress
 from amp.terminal.text import Printer
-from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
+from amp.trials.comparing import LEVELS, InScript, check_request, compare_runs
 from amp.trials.explaining import chosen
 from amp.trials.injecting import AS_IS
 from amp.trials.scripts import Script, wait_for_ranks
@@ -42,7 +42,6 @@ def _script_of(arguments: argparse.Namespace) -> list[str]:
     argument("--levels", f"({','.join(LEVELS)})", default=",".join(LEVELS)),
     argument("--steps", "optimizer steps of each run (25)", type=int, default=25),
     argument("--seed", "the seed of all random numbers (0)", type=int, default=0),
-    argument("--reference", f"{' or '.join(REFERENCES)} (fp64)", default="fp64"),
     argument("--out", "write a page with the curves and a heat map", metavar="FILE"),
     takes_a_script=True,
 )
@@ -58,12 +57,12 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
     what = _script_of(arguments)
     levels = [level.strip() for level in arguments.levels.split(",") if level.strip()]
     # before minutes are spent
-    check_request(levels, arguments.steps, arguments.reference, arguments.seed)
+    check_request(levels, arguments.steps, arguments.seed)
     if arguments.out:
         check_output(Path(arguments.out))
     script = Script(what, progress := Progress(arguments.json))
-    chosen = levels, arguments.steps, arguments.seed, arguments.reference
-    found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected, progress.note)
+    asked = levels, arguments.steps, arguments.seed
+    found = compare_runs(InScript(script), *asked, lambda: [AS_IS] * script.is_injected, progress.note)
     found = replace(found, notes=(*found.notes, *script.notes))
     found.print_to(printer)
     if arguments.out:
