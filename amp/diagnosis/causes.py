@@ -66,7 +66,7 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         found.append((0, Finding("range", what, todo, "backward", reached=reached)))
     if not found or found[0][1].cause == "loss scale":  # which may be a consequence
         is_forward = bool(found)
-        more = _of_sources(shadow) or _absorbed(shadow, is_forward) or _far_off(shadow, is_forward)
+        more = _absorbed(shadow, is_forward) or _far_off(shadow, is_forward)
         found = [*more, *found]
     explained = {(x.cause, x.line, x.op) for _, x in found}
     lossy = [x for x in shadow.lost.casts if not x.is_mask]
@@ -471,17 +471,6 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
     else:
         todo = "If a forward has ruined it whose step was skipped, protect_buffers: true keeps it."
     return _finding(op, "weights", f"the {owned.kind} {owned.name} is not finite{at}", todo)
-
-
-def _of_sources(shadow: Shadow) -> list[tuple[int, Finding]]:
-    """Return a finding for a weight or buffer that is not finite, if no gradient shows it."""
-    for op in shadow.ops.values():
-        if any(x.owned.kind in ("weight", "buffer") and not x.is_mask for x in op.bad.sources):
-            one, name = _of_source(shadow, op), op.bad.sources[0].owned.name
-            if not one.module:  # it was read outside of any, as when buffers are protected
-                one = replace(one, op="", file="", line=0, module=name.rpartition(".")[0])
-            return [(op.number, one)]
-    return []
 
 
 def _absorbed(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:

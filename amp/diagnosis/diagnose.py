@@ -49,25 +49,31 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
     Raises:
         AmpTypeError: `model` is not a module.
     """
-    models = named_models(model, "amp.diagnose")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
-    report = Report()
-    trace = Shadow(models, functools.partial(open_scale, attached))
+    with diagnosing(named_models(model, "amp.diagnose"), attached) as (_, report):
+        yield report
+    gather(report)
+
+
+@contextmanager
+def diagnosing(
+    models: dict[str, nn.Module], attached: Sequence[AttachedOptimizer]
+) -> Iterator[tuple[Shadow, Report]]:
+    """Yield a shadow of a step, and the report of this rank, which is filled when the block ends."""
+    shadow = Shadow(models, functools.partial(open_scale, attached))
+    report = Report(unfollowed=shadow.unfollowed)
     try:
-        with trace:
-            yield report
+        with shadow:
+            yield shadow, report
     finally:
-        report.unfollowed, report.ops = trace.unfollowed, len(trace.ops)
-        report.findings = _found_by(trace, attached) or []
-    report.findings = gathered(report.findings)  # not after an error, which other ranks may not have
-    report.ranks = distributed.world_size()
+        report.ops, report.findings = len(shadow.ops), _found_by(shadow, attached) or []
 
 
 @guarded
-def _found_by(trace: Shadow, attached: Sequence[AttachedOptimizer]) -> list[Finding]:
-    found = findings_of(trace)
-    weights = [x for x in still_in(trace, found) if x.owned.kind == "weight"]
+def _found_by(shadow: Shadow, attached: Sequence[AttachedOptimizer]) -> list[Finding]:
+    found = findings_of(shadow)
+    weights = [x for x in still_in(shadow, found) if x.owned.kind == "weight"]
     return [*found, *stands_still(weights, bool(attached))]
 
 
@@ -96,13 +102,13 @@ def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     return {f"model {i}: " if len(models) > 1 else "": model for i, model in enumerate(models)}
 
 
-def gathered(findings: list[Finding]) -> list[Finding]:
-    """Return the findings of all ranks, each with its rank."""
-    if distributed.world_size() == 1:
-        return findings
-    mine = [replace(finding, rank=distributed.rank()) for finding in findings]
-    every: list[Any] = [None] * distributed.world_size()
-    torch.distributed.all_gather_object(every, mine)
-    found = [finding for of_rank in every for finding in of_rank]
-    # Gradients are summed over the ranks: a rank without an op of its own got the inf from another.
-    return [finding for finding in found if finding.op] or found
+def gather(report: Report) -> None:
+    """Put the findings of all ranks into a report, each with its rank."""
+    report.ranks = distributed.world_size()
+    if report.ranks > 1:
+        mine = [replace(finding, rank=distributed.rank()) for finding in report.findings]
+        every: list[Any] = [None] * report.ranks
+        torch.distributed.all_gather_object(every, mine)
+        found = [finding for of_rank in every for finding in of_rank]
+        # Gradients are summed over the ranks: a rank without an op of its own got the inf from another.
+        report.findings = [finding for finding in found if finding.op] or found

@@ -140,14 +140,6 @@ def one_a_rule(findings: Iterable[Finding]) -> list[Finding]:
     return kept
 
 
-def said_of(findings: Sequence[Finding], has_ranks: bool = False) -> str:
-    """Return findings as text, with a line of summary before several."""
-    lines = [f"rank {x.rank}: {x}" if has_ranks else str(x) for x in findings]
-    if len(lines) > 1:
-        lines.insert(0, f"{len(lines)} findings, in the order of the data flow:")
-    return "\n".join(lines)
-
-
 @dataclass
 class Report:
     """The result of `amp.diagnose`, which is filled when the block ends, of `amp.check` and of a watch.
@@ -179,11 +171,13 @@ class Report:
         return self.findings[0].cause if self.findings else None
 
     def __str__(self) -> str:
-        said = said_of(self.findings, self.ranks > 1)
+        lines = [f"rank {x.rank}: {x}" if self.ranks > 1 else str(x) for x in self.findings]
+        if len(lines) > 1:
+            lines.insert(0, f"{len(lines)} findings, in the order of the data flow:")
         healthy = f"healthy: nothing found in {self.ops} ops"
         nothing = f"nothing was watched: {self.why_nothing}"
-        lines = [said or (healthy if self.ops else nothing), str(self.unfollowed)]
-        return "\n".join(filter(None, lines))
+        lines = lines or [healthy if self.ops else nothing]
+        return "\n".join(filter(None, [*lines, str(self.unfollowed)]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dict for `json.dumps`."""

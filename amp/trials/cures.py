@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from amp.arguments import advise_on_eps, attached_to
@@ -29,7 +28,7 @@ CURABLE = _RUINS | _DIGITS
 _TRIES = 8
 _ENOUGH = 3
 """If more modules than this need FP32, another level is the better advice."""
-_LOWEST_SCALE, _HIGHEST_SCALE = 2.0**-24, 2.0**16
+_LOWEST_SCALE = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class _Search:
             tried = "with everything in FP32, as was tried, it is not finite either"
             return f"no precision cures the cause, mathematics: {tried}"
         if self._first.cause == "underflow" and not self._first.op:  # of all gradients
-            return self._by_higher_scale()
+            return self._by_level(self._first)
         try:
             return self._by_modules()
         except Exception:
@@ -254,13 +253,3 @@ class _Search:
         if self._left(1.0, self._every_model):
             return f"it is not finite in FP32 either: look at {where}"
         return Cure(level=level, runs=self._replay.runs)
-
-    def _by_higher_scale(self) -> Cure | str:
-        """Return the highest loss scale at which nothing is lost, up to that of a dynamic one."""
-        properties, scale = self._replay.owner.properties, _HIGHEST_SCALE
-        has_room = properties.cast_model_type is not torch.float16 or properties.master_weights
-        while scale > self._scale and has_room:  # else weights stand still at any scale
-            if not self._left(scale):
-                return Cure(scale=scale, is_dynamic=self._is_dynamic, runs=self._replay.runs)
-            scale /= 2
-        return self._by_level(self._first)
