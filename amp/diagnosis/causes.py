@@ -26,7 +26,6 @@ from amp.diagnosis.blame import Loss, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.memories import Value, inputs_of, results_from
-from amp.diagnosis.penalties import takes_scaled
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, ancestors
 from amp.diagnosis.shadow import Shadow
@@ -37,8 +36,8 @@ from amp.profiles.properties import excepting
 _ARGUMENT = re.compile(r"argument '(\w+)'")
 LEAST = 2.0**-150
 """Smaller numbers are 0 in FP32."""
-SOME, MOSTLY, NEARLY_ALL = 0.3, 0.5, 0.9
-"""What share of numbers in 16 bits, and in more, may stand still, and of all wide weights together."""
+SOME = 0.3
+"""What share of numbers may stand still."""
 NOTHING = 1e-12
 """A smaller gradient moves no weight: optimizers divide by an eps of 1e-8."""
 FAR, WORSE, OFF, SHARE = 0.05, 10, 0.2, 0.01
@@ -66,7 +65,7 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         found.append((0, Finding("range", what, todo, "backward", reached=reached)))
     if not found or found[0][1].cause == "loss scale":  # which may be a consequence
         is_forward = bool(found)
-        more = _absorbed(shadow, is_forward) or _far_off(shadow, is_forward)
+        more = _of_sources(shadow) or _absorbed(shadow, is_forward) or _far_off(shadow, is_forward)
         found = [*more, *found]
     explained = {(x.cause, x.line, x.op) for _, x in found}
     lossy = [x for x in shadow.lost.casts if not x.is_mask]
@@ -78,8 +77,6 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
     found += [(-1, x) for x in _ruined_buffers(shadow)]
-    if penalty := _of_penalty(shadow):  # which the loss scale makes too large: once more by each factor
-        found = [penalty, *(x for x in found if x[1].cause not in ("loss scale", "range"))]
     if not found:
         found += [(0, x) for x in _vanished(shadow)]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
@@ -94,17 +91,6 @@ def _ruined_buffers(shadow: Shadow) -> Iterator[Finding]:
             keep = advice.keep_buffers([name], True)
             todo = f"Hold integers as torch.long and masks as bools. Or:\n{keep}"
             yield Finding("cast", what, todo, module=name.rpartition(".")[0])
-
-
-def _of_penalty(shadow: Shadow) -> tuple[int, Finding] | None:
-    """Return the finding of a loss that is computed of scaled gradients."""
-    scale = max(shadow.gradients.scales, default=1.0)
-    op = takes_scaled(shadow.ops, shadow.gradients.losses, scale)
-    if op is None:
-        return None
-    by = exact(scale)
-    what = f"the loss is computed of gradients that are still scaled by {by}, as in a penalty"
-    return op.number, _finding(op, "order", what, advice.unscaled_penalty(shadow.properties))
 
 
 def _causes(shadow: Shadow) -> list[Op]:
@@ -348,7 +334,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
         for x, grad in good.items()
         if grad.off > OFF and grad.size > least and share[x] > SHARE
     }
-    is_whole = math.hypot(*share.values()) > MOSTLY
+    is_whole = math.hypot(*share.values()) > 0.5
     # The value of a loss may be 0 by chance, as that of a policy, where gradients are right.
     losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
     losses = [] if any(x.off <= OFF and x.size > least for x in good.values()) else losses
@@ -379,26 +365,11 @@ def _norm_beside(shadow: Shadow, name: str) -> float:
     return math.hypot(*(x.norm for one, x in shadow.gradients.known.items() if one.startswith(prefix)))
 
 
-def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:
-    """Return what stood still in 16 bits, and wide weights if nothing else was found.
-
-    These count if nearly all stand still, as by a tiny learning rate: a bias before a batch norm has a
-    gradient of 0, but for rounding. Their decay does not count: it is often smaller than the last
-    digit, which does no harm.
-    """
-    still = list(shadow.lost.still.values())
-    narrow = [x for x in still if x.dtype.itemsize < 4]
-    wide = [x for x in still if x.dtype.itemsize >= 4 and x.owned.kind == "weight" and not x.is_decay]
-    trained = sum(p.numel() for name, p in shadow.named_parameters() if name in shadow.gradients.known)
-    is_most = not findings and sum(x.share * x.numbers for x in wide) > NEARLY_ALL * trained
-    return narrow + wide if is_most else narrow
-
-
 def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:
     """Yield a finding for each line that was to change numbers, and left many of them as they were."""
     worst: dict[Any, Still] = {}  # of several steps
     for one in sorted(records, key=lambda one: one.share):
-        if one.share > (MOSTLY if one.dtype.itemsize > 2 else SOME):
+        if one.share > SOME:
             worst[*one.op.place[2:], one.owned.name or one.memory, one.is_decay] = one
     lines: defaultdict[Any, defaultdict[Any, list[Still]]] = defaultdict(lambda: defaultdict(list))
     for one in worst.values():
@@ -411,8 +382,6 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
             todo = advice.KEEP_AVERAGES
         elif names == {"tensor"}:
             todo = advice.KEEP_WIDE
-        if dtype.itemsize > 2:
-            todo = advice.LARGER_CHANGES if same[0].is_small else advice.LOST_BEFORE
         if names == {"buffer"}:
             todo = advice.keep_buffers([one.owned.name for one in same], has_amp)
         yield Finding(
@@ -471,6 +440,17 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
     else:
         todo = "If a forward has ruined it whose step was skipped, protect_buffers: true keeps it."
     return _finding(op, "weights", f"the {owned.kind} {owned.name} is not finite{at}", todo)
+
+
+def _of_sources(shadow: Shadow) -> list[tuple[int, Finding]]:
+    """Return a finding for a weight or buffer that is not finite, if no gradient shows it."""
+    for op in shadow.ops.values():
+        if any(x.owned.kind in ("weight", "buffer") and not x.is_mask for x in op.bad.sources):
+            one, name = _of_source(shadow, op), op.bad.sources[0].owned.name
+            if not one.module:  # it was read outside of any, as when buffers are protected
+                one = replace(one, op="", file="", line=0, module=name.rpartition(".")[0])
+            return [(op.number, one)]
+    return []
 
 
 def _absorbed(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:

@@ -12,7 +12,7 @@ import torch.distributed
 from torch import Tensor, nn
 
 from amp import distributed
-from amp.diagnosis.causes import findings_of, stands_still, still_in
+from amp.diagnosis.causes import findings_of, stands_still
 from amp.diagnosis.findings import Finding, Report
 from amp.diagnosis.guard import guarded
 from amp.diagnosis.places import unwrapped
@@ -73,7 +73,7 @@ def diagnosing(
 @guarded
 def _found_by(shadow: Shadow, attached: Sequence[AttachedOptimizer]) -> list[Finding]:
     found = findings_of(shadow)
-    weights = [x for x in still_in(shadow, found) if x.owned.kind == "weight"]
+    weights = [x for x in shadow.lost.still.values() if x.owned.kind == "weight"]
     return [*found, *stands_still(weights, bool(attached))]
 
 

@@ -66,7 +66,6 @@ class Still(NamedTuple):
         dtype: its dtype.
         numbers: how many numbers it has.
         share: the share of them that did not change, and their twins did.
-        is_small: whether most of these changes are below the last digit; else they were lost before.
     """
 
     op: Op
@@ -75,7 +74,6 @@ class Still(NamedTuple):
     dtype: torch.dtype
     numbers: int
     share: float
-    is_small: bool
 
     @property
     def is_decay(self) -> bool:
@@ -98,15 +96,15 @@ class Lost:
         self.still: dict[tuple[int, str], Still] = {}
 
     def note_still(self, op: Op, owned: Owned, before: Value, x: Tensor, exact: Tensor) -> None:
-        """Note a tensor that a write has left as it was, where its twin has moved."""
-        moved = (exact - before.exact).abs()
-        stays = x.isfinite() & (x == before.real) & (moved > 0)  # inf + 1 is inf
-        is_small = (moved <= torch.finfo(x.dtype).eps * x.abs())[stays].double().mean() > 0.5
+        """Note a tensor in 16 bits that a write has left as it was, where its twin has moved."""
+        if x.dtype not in LOW_PRECISION:
+            return
+        stays = x.isfinite() & (x == before.real) & (exact != before.exact)  # inf + 1 is inf
         share = float(stays.count_nonzero()) / x.numel()
         key = before.memory.key
         known = self.still.get((key, op.aten))
         if share > 0 and (known is None or known.share < share):
-            self.still[key, op.aten] = Still(op, owned, key, x.dtype, x.numel(), share, bool(is_small))
+            self.still[key, op.aten] = Still(op, owned, key, x.dtype, x.numel(), share)
 
     def note_scalars(self, place: Place, func: Any, args: Any) -> None:
         """Note Python numbers among the arguments of an op that are 0 there.

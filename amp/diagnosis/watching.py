@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.diagnosis import advice
 from amp.diagnosis.attaching import Training, described, models_in_memory, optimizers_of
-from amp.diagnosis.causes import findings_of, stands_still, still_in
+from amp.diagnosis.causes import findings_of, stands_still
 from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, exact, grouped, one_a_rule
 from amp.diagnosis.guard import Unfollowed, guarded
@@ -387,8 +387,7 @@ class TrainingWatch(Training, Observer):
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
         is_dynamic = self._is_dynamic or self._has_scaler
-        every = findings_of(shadow)
-        found = [x for x in every if x.cause != "loss scale" or not is_dynamic]
+        found = [x for x in findings_of(shadow) if x.cause != "loss scale" or not is_dynamic]
         if not found and shadow.gradients.bad and self._tries:
             self._tries -= 1
             self._due.insert(0, self.steps + 1)  # the loss scale was being searched
@@ -396,9 +395,7 @@ class TrainingWatch(Training, Observer):
             self._due, self._is_ruined = [], True
         self._is_explained |= bool(found and (shadow.gradients.bad_loss or shadow.bad_weights))
         self._seen += found
-        if any(op.phase == "step" for op in shadow.ops.values()):  # wide numbers may move now
-            self._still = [x for x in self._still if x.dtype.itemsize < 4]
-        still = still_in(shadow, every)
+        still = shadow.lost.still.values()
         self._still += [x for x in still if not _is_compensated(x, self.optimizers)]
         if any(op.phase == "backward" for op in shadow.ops.values()):
             self.report.ops += len(shadow.ops)

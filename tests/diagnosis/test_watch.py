@@ -480,17 +480,6 @@ def test_an_overflow_that_a_scaler_does_not_see_is_named() -> None:
     assert "x.float()" in found.advice
 
 
-def test_numbers_in_float32_that_stand_still_are_not_to_be_loaded_in_float32() -> None:
-    model = net()
-    with amp.watch(at=[1]) as watch:
-        optimizer = torch.optim.SGD(model.parameters(), 1e-12)
-        for _ in steps(optimizer):
-            F.cross_entropy(model(X), Y).backward()
-    (found,) = watch.report.findings
-    assert (found.cause, found.gives) == ("still", "float32")
-    assert found.advice == advice.LARGER_CHANGES
-
-
 def test_the_cure_of_a_cancellation_is_where_the_digits_were_lost() -> None:
     model = net()
     with amp.watch(at=[1]) as watch:

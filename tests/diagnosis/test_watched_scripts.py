@@ -317,20 +317,6 @@ def line_of(finding: Finding) -> str:
     return linecache.getline(finding.file, finding.line)
 
 
-@pytest.mark.parametrize("kind", ["bias before a batch norm", "small decay"])
-def test_wide_weights_whose_change_does_not_matter_may_stand_still(kind: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-    with amp.watch(at=[2]) as watch:
-        if kind == "small decay":
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=1e-2)
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        for _ in steps(optimizer):
-            F.cross_entropy(model(X), Y).backward()
-    assert watch.report.is_healthy, str(watch.report)
-
-
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_loss_of_what_a_mask_has_set_to_minus_infinity(mean: bool) -> None:
     """As of label smoothing over a padded vocabulary; the gradients are finite."""
