@@ -73,7 +73,7 @@ class Armed(Observer):
             self._stepped.clear()
             models = named_models(session.live_models(), "diagnose")
             shadow, self._report = self._open.enter_context(diagnosing(models, session.attached))
-            shadow.note_arguments(model, args, kwargs)
+            shadow.model_called(model, args, kwargs)
 
     def step_ends(self, attached: Any) -> None:
         """Report the findings after the last step of an iteration. The host waits for the device."""

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
@@ -68,20 +69,8 @@ PASSED = 4
 """So many ops may be between what a tensor holds and what is copied to it in its place."""
 
 
-class _Begun(NamedTuple):
-    """What is known of an op before it runs.
-
-    Attributes:
-        place: where it was called.
-        phase: as of a `Finding`.
-        values: what it reads, by the id of the tensor.
-        written: the floating tensors that it writes to.
-    """
-
-    place: Place
-    phase: str
-    values: dict[int, Value]
-    written: list[Tensor]
+_Begun = tuple[Op, dict[int, Value], list[Tensor]]
+"""An op before it runs, what it reads, by the id of the tensor, and the tensors that it writes to."""
 
 
 class Shadow(Observer):
@@ -180,18 +169,13 @@ class Shadow(Observer):
         self._is_stepping = False
 
     @guarded
-    def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the arguments of a model, and what its first forward calls."""
-        self.note_arguments(model, args, kwargs)
+    def model_called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note the names of a model's arguments, and what its first forward calls."""
+        for name, x in _named(model, args, kwargs):
+            self.memories.own("argument", name, x)
         if torch.is_grad_enabled() and id(model) not in self._called:
             self._called.add(id(model))
             self.ledger.is_open = True
-
-    @guarded
-    def note_arguments(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Record the names of the arguments that a model's tensors come in by."""
-        for name, x in _named(model, args, kwargs):
-            self.memories.own("argument", name, x)
 
     @guarded
     def module_left(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -247,7 +231,7 @@ class Shadow(Observer):
         """Run an op, and again on twins, and note what is wrong."""
         begun = self._op_begins(func, args, kwargs)
         result = func(*args, **kwargs)
-        if begun is None or not self._op_ends(begun, func, args, kwargs, result):
+        if begun is None or not self._op_ends(begun, args, kwargs, result):
             self._forget_op(func, args, kwargs, result)
         return result
 
@@ -264,22 +248,8 @@ class Shadow(Observer):
         values = {id(x): self.memories.read(x) for x in floats_in((args, kwargs))}
         for x in written:
             self.memories.before_write(x)
-        return _Begun(place, phase, values, written)
-
-    @guarded
-    @torch.no_grad()
-    def _op_ends(
-        self, begun: _Begun, func: Any, args: Any, kwargs: dict[str, Any], result: Any
-    ) -> bool:
-        """Do an op that has run on twins, and return that this was possible."""
-        place, phase, values, written = begun
-        if func.overloadpacket is torch.ops.aten.set_:  # it computes nothing, as for a loader
-            return True
-        if not func.is_view and (values or floats_in(result)):
-            scale = self.gradients.scale if phase == "backward" else 1.0
-            op = Op(len(self.ops) + 1, place, phase, func, scale)
-            self._shadow(op, args, kwargs, result, values, written)
-        return True
+        scale = self.gradients.scale if phase == "backward" else 1.0
+        return Op(0, place, phase, func, scale), values, written
 
     @guarded
     def _forget_op(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -289,18 +259,19 @@ class Shadow(Observer):
             self.memories.forget(x)
             self.memories[x].made = self.memories[x].bad = 0
 
-    def _shadow(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        values: dict[int, Value],
-        written: list[Tensor],
-    ) -> None:
-        """Do an op that has run on twins, and note what is wrong with its result."""
+    @guarded
+    @torch.no_grad()
+    def _op_ends(self, begun: _Begun, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
+        """Run an op on twins, note what is wrong with its result, and return that this was possible."""
+        op, values, written = begun
+        # A tensor that gets other memory, as from a loader, is not computed.
+        if op.func.overloadpacket is torch.ops.aten.set_ or op.func.is_view:
+            return True
         fresh = fresh_in(result, written)
+        if not values and not fresh:
+            return True
         outputs = [*written, *fresh]
+        op.number = len(self.ops) + 1
         self.ops[op.number] = op
         op.takes = tuple(value.real.dtype for value in values.values())
         op.gives = outputs[0].dtype if outputs else None
@@ -336,6 +307,7 @@ class Shadow(Observer):
         if op.is_bad and (op.is_root or op.bad.is_wrong) and not op.is_constant:
             wrong = [wrong_in(x, self.memories.twin(x)) for x in outputs]
             op.bad.value = largest_from_inputs(op, wrong)
+        return True
 
     def _note_lost(
         self, op: Op, values: dict[int, Value], outputs: list[Tensor], written: list[Tensor]
@@ -442,16 +414,8 @@ def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Iterator[tupl
     names += [f"argument {i}" for i in range(len(names), len(args))]
     named = [(f"argument '{name}'", value) for name, value in kwargs.items()]
     for name, value in [*zip(names, args, strict=False), *named]:
-        yield from _paths(value, name)
-
-
-def _paths(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating tensors of nested containers, each with the expression that leads to it."""
-    if is_float(value):
-        yield path, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _paths(each, f"{path}[{key!r}]")
+        leaves = tree_leaves_with_path(value)
+        yield from ((f"{name}{keystr(path)}", x) for path, x in leaves if is_float(x))
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]

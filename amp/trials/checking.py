@@ -16,7 +16,6 @@ from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models
 from amp.diagnosis.findings import Report
 from amp.diagnosis.places import session_of, unwrapped
-from amp.diagnosis.shadow import Shadow
 from amp.errors import AmpTypeError, AmpValueError, AmpWarning
 from amp.profiles.options import OptLevel
 from amp.session import Session
@@ -55,8 +54,8 @@ def check(
         Exception: an error that the forward raises.
     """
     with a_forward(model, batch, opt_level, overrides, "amp.check") as (session, replay):
-        shadow = Shadow(replay.models)
-        shadow.gradients.note_results(replay.watched_by(shadow))
+        shadow, result = replay.run()
+        shadow.gradients.note_results(result)
         level = f"at {session.properties.opt_level or 'this profile'}"
         return Report(findings_of(shadow), len(shadow.ops), 1, level, shadow.unfollowed)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from amp.arguments import advise_on_eps, attached_to
 from amp.diagnosis.advice import with_range
+from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models
 from amp.diagnosis.findings import Finding, Report, exact, rule_for
 from amp.errors import AmpRuntimeError, AmpTypeError, check_function
@@ -130,13 +131,14 @@ def doctor(
         raise AmpTypeError("amp.doctor takes the optimizer of amp.initialize, and got an empty list")
     attached = list(map(attached_to, optimizers))
     replay = Replay(step, named_models(model, "amp.doctor"), attached[0].owner, attached)
-    findings = replay.run()
-    if not replay.ops:
+    shadow, _ = replay.run()
+    findings = findings_of(shadow)
+    if not shadow.ops:
         raise AmpRuntimeError("step ran no op: it has to run a forward, amp.scale_loss and a backward")
     if not findings:  # then the step, which is not replayed, may still divide by 0
         said = [message.split(". ", 1) for one in attached for message in advise_on_eps(one.optimizer)]
         findings = [Finding("eps", what, todo, "step") for what, todo in said]
-    report = Report(findings, replay.ops, unfollowed=replay.unfollowed)
+    report = Report(findings, len(shadow.ops), unfollowed=shadow.unfollowed)
     if not findings:
         fp8 = replay.owner.fp8
         return Prescription(report, remark="" if fp8 is None else fp8.small_said)
@@ -215,14 +217,15 @@ class _Search:
         """Run the step, and return the findings that a further trial may remove."""
         chosen = self._modules if modules is None else modules
         try:
-            found = self._replay.run(chosen, scale, self._arguments)
+            shadow, _ = self._replay.run(chosen, scale, self._arguments)
         except Exception:
             if not self._arguments:
                 raise
             self._refused.add(self._arguments.pop())
             return self._left(scale, modules)
-        harmful = self._harmful | (set() if self._replay.is_finite else _DIGITS)
-        return [x for x in found if x.cause in harmful]
+        is_finite = not (shadow.gradients.bad_loss or shadow.gradients.bad)
+        harmful = self._harmful | (set() if is_finite else _DIGITS)
+        return [x for x in findings_of(shadow) if x.cause in harmful]
 
     def _extend(self, finding: Finding) -> bool:
         """Add what a finding advises to the trial, and return whether there was something new."""
