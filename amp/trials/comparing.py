@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -29,7 +29,6 @@ from amp.trials.judging import Basis, errors_of, judged, median_of, recommend
 from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.random_numbers import keep_random_numbers, seed_random_numbers
 from amp.trials.results import Comparison, LevelResult, Problem
-from amp.trials.scripts import Script
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 _PATIENCE = 1000
@@ -96,7 +95,8 @@ def compare(
             "a session that casts torch's functions is open, at O0 too: close it before amp.compare, "
             "by amp.get_session().close()"
         )
-    return compare_runs(_InProcess(build, step, num_losses), levels, steps, seed)
+    run = functools.partial(_run_here, build, step, num_losses)
+    return compare_runs(run, levels, steps, seed)
 
 
 def check_request(levels: Sequence[Any], steps: int, seed: int = 0) -> None:
@@ -111,37 +111,33 @@ def check_request(levels: Sequence[Any], steps: int, seed: int = 0) -> None:
         raise AmpValueError(f"seed={brief(seed)} must be from 0 to 2**64 - 1")
 
 
-class _InProcess:
-    """Makes runs of `build` and `step` in this process."""
-
-    def __init__(self, build: Callable[[], Any], step: Callable[..., Any], num_losses: int) -> None:
-        self._build, self._step, self._num_losses = build, step, num_losses
-
-    def __call__(self, trial: Trial) -> Record:
-        """Make a run, and restore the state of the process."""
-        with (
-            _everything_kept(),
-            RunObserver(trial) as observer,
-            Session(trial.level, num_losses=self._num_losses, verbosity=0) as session,
-        ):
-            frontend._Default.session = session
-            seed_random_numbers(trial.seed)
-            built = self._build()
-            if not isinstance(built, tuple) or len(built) != 2:
-                raise AmpTypeError(
-                    f"build must return (model, optimizer), and returned {type(built).__name__}"
-                )
-            model, optimizer = session.initialize(*built)
-            idle = 0
-            for i in itertools.count():
-                before = observer.steps
-                self._step(model, optimizer, i)
-                if observer.is_complete:
-                    break
-                idle = 0 if observer.steps > before else idle + 1
-                if idle == _PATIENCE:
-                    raise AmpRuntimeError(f"{_PATIENCE} calls of step made no optimizer.step()")
-            return observer.seen()
+def _run_here(
+    build: Callable[[], Any], step: Callable[..., Any], num_losses: int, trial: Trial
+) -> Record:
+    """Make a run of `build` and `step` in this process, and restore the state of the process."""
+    with (
+        _everything_kept(),
+        RunObserver(trial) as observer,
+        Session(trial.level, num_losses=num_losses, verbosity=0) as session,
+    ):
+        frontend._Default.session = session
+        seed_random_numbers(trial.seed)
+        built = build()
+        if not isinstance(built, tuple) or len(built) != 2:
+            raise AmpTypeError(
+                f"build must return (model, optimizer), and returned {type(built).__name__}"
+            )
+        model, optimizer = session.initialize(*built)
+        idle = 0
+        for i in itertools.count():
+            before = observer.steps
+            step(model, optimizer, i)
+            if observer.is_complete:
+                break
+            idle = 0 if observer.steps > before else idle + 1
+            if idle == _PATIENCE:
+                raise AmpRuntimeError(f"{_PATIENCE} calls of step made no optimizer.step()")
+        return observer.seen()
 
 
 @contextmanager
@@ -158,28 +154,6 @@ def _everything_kept() -> Iterator[None]:
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(grad_mode)
         restore()
-
-
-class InScript:
-    """Makes runs of an unmodified script."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-
-    def __call__(self, trial: Trial) -> Record:
-        """Make a run.
-
-        Raises:
-            AmpRuntimeError: the script failed, or trained nothing.
-        """
-        options = dataclasses.asdict(trial)
-        record: Record
-        record, error = self._script.watched_by("compare", options, trial.level, trial.seed)
-        if error:
-            raise self._script.failure(error)
-        if not record.skipped:
-            raise AmpRuntimeError("the script ended before its first optimizer.step()")
-        return record
 
 
 def compare_runs(

@@ -139,16 +139,12 @@ class Comparison:
         return next(each for each in self.levels if each.level == level)
 
     def __str__(self) -> str:
-        return self.describe()
-
-    def describe(self) -> str:
-        """Return a text: a table, the problems of each level, and the level to take."""
         stream = io.StringIO()
         self.print_to(Printer(stream))
         return stream.getvalue().rstrip("\n")
 
     def print_to(self, printer: Printer) -> None:
-        """Write the text of `describe`, with the printer's colours."""
+        """Write a table, the problems of each level, and the level to take, with colours."""
         printer.line(
             f"{self.steps} steps on {self.device}, seed {self.seed}; compared with the same run in "
             f"{self.reference}"

@@ -18,7 +18,7 @@ from amp.terminal.command import Answer, argument, command
 from amp.terminal.output_files import check_output
 from amp.terminal.progress import Progress
 from amp.terminal.text import Printer
-from amp.trials.comparing import LEVELS, InScript, check_request, compare_runs
+from amp.trials.comparing import LEVELS, check_request, compare_runs
 from amp.trials.explaining import chosen
 from amp.trials.injecting import AS_IS
 from amp.trials.scripts import Script, wait_for_ranks
@@ -62,7 +62,7 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
         check_output(Path(arguments.out))
     script = Script(what, progress := Progress(arguments.json))
     asked = levels, arguments.steps, arguments.seed
-    found = compare_runs(InScript(script), *asked, lambda: [AS_IS] * script.is_injected, progress.note)
+    found = compare_runs(script.run, *asked, lambda: [AS_IS] * script.is_injected, progress.note)
     found = replace(found, notes=(*found.notes, *script.notes))
     found.print_to(printer)
     if arguments.out:

@@ -27,7 +27,7 @@ from amp.cli import main
 from amp.observers import observing
 from amp.trials import comparing, script_commands, script_process
 from amp.trials.activation_memory import Activations
-from amp.trials.comparing import InScript, compare_runs
+from amp.trials.comparing import compare_runs
 from amp.trials.judging import (
     AS_FAST,
     error_of,
@@ -172,7 +172,7 @@ def test_a_loss_that_is_not_finite_is_found() -> None:
     found = amp.compare(build(lambda: Exploding(32, 32)), step, ["O1", "O2", "O4"], steps=3)
     assert causes(found)["O2"] == ["loss_not_finite", "steps_skipped"]
     assert causes(found)["O1"] == causes(found)["O4"] == []
-    assert "O2: the loss is inf, first at step 0" in found.describe()
+    assert "O2: the loss is inf, first at step 0" in str(found)
     assert found.to_json()["levels"][2]["losses"]["loss"] == ["inf"] * 3
 
 
@@ -234,7 +234,7 @@ def test_a_level_that_cannot_be_run_is_a_result() -> None:
 
     found = amp.compare(build(), only_fp32, ["O2"], steps=2)
     assert found["O2"].problems == (Problem("not_run", "not run: ValueError: this step takes FP32"),)
-    assert "O2: not run: ValueError: this step takes FP32" in found.describe()
+    assert "O2: not run: ValueError: this step takes FP32" in str(found)
 
 
 # The reference.
@@ -791,7 +791,7 @@ def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_p
         finally:
             raise ValueError("its own clean-up fails")
         """
-    record = InScript(Script([write(tmp_path, text=text)]))(Trial("O5", 3))
+    record = Script([write(tmp_path, text=text)]).run(Trial("O5", 3))
     assert {name: len(losses) for name, losses in record.losses.items()} == {"loss 0": 3, "loss 1": 3}
     assert record.first.keys() == {"model 0: Linear", "model 1: Linear"}
 
@@ -834,9 +834,8 @@ def planted(trial: Trial) -> Record:
 def test_the_exit_status_says_whether_all_is_well(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, level: str, status: int
 ) -> None:
-    script = SimpleNamespace(notes=[], is_injected=False)
+    script = SimpleNamespace(notes=[], is_injected=False, run=planted)
     monkeypatch.setattr(script_commands, "Script", lambda what, progress: script)
-    monkeypatch.setattr(script_commands, "InScript", lambda script: planted)
     shown = run(capsys, "x.py", "--levels", level, "--steps", "1", status=status)
     assert ("O2: the gradient of a is off by 200 %" in shown) == (status == 1)
 
