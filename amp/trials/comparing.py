@@ -161,21 +161,19 @@ def compare_runs(
     levels: Sequence[str],
     steps: int,
     seed: int = 0,
-    rows_before: Callable[[], Sequence[str]] = tuple,
     note_progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Comparison:
     """Compare levels, with a function that makes a run; see `compare`.
 
-    `rows_before` returns what to run before the levels, and is asked after the first run.
-    `note_progress` is called from then on with how many of O0, the reference and the rows are done, and
-    with how many there are.
+    `note_progress` is called with how many of O0, the reference and the levels are done, and with how
+    many there are.
     """
     check_request(levels, steps, seed)
     base = Trial("O0", steps, seed)
     floor = run(base)
     if not floor.losses:
         raise AmpRuntimeError("the run made no step after a loss that was scaled: use amp.scale_loss")
-    rows = [row for row in dict.fromkeys([*rows_before(), *levels]) if row != "O0"]
+    rows = [row for row in dict.fromkeys(levels) if row != "O0"]
     note_progress(1, 2 + len(rows))
     basis = _basis(run, base, floor)
     results = [judged("O0", basis.floor, basis)]

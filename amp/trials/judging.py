@@ -282,22 +282,15 @@ def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) ->
     why = f"It is the {'only healthy level' if only else best}"
     against = before or ([level for level in levels if level.problems] if only else [])
     if against:
-        why += f"; {_quoted(against[0])} is not: {against[0].problems[0].what}"
+        why += f"; {against[0].level} is not: {against[0].problems[0].what}"
     return chosen.level, f"{why}." + (_of_a_cpu(levels) if device == "cpu" else "")
 
 
 def _of_a_cpu(levels: Sequence[LevelResult]) -> str:
     """Return a hint that times differ on a GPU, and which level to try there."""
     first = next(level for level in _by_order(levels, has_bfloat16=True) if level.is_healthy)
-    there = (
-        "" if first is levels[0] else f", and {_quoted(first)} is the first healthy level to try there"
-    )
+    there = "" if first is levels[0] else f", and {first.level} is the first healthy level to try there"
     return f" Time and memory are those of a CPU: on a GPU half precision is usually faster{there}."
-
-
-def _quoted(level: LevelResult) -> str:
-    """Return the name of a level in a sentence."""
-    return f"'{level.level}'" if " " in level.level else level.level
 
 
 def _by_order(levels: Sequence[LevelResult], has_bfloat16: bool) -> list[LevelResult]:

@@ -20,7 +20,6 @@ from amp.terminal.progress import Progress
 from amp.terminal.text import Printer
 from amp.trials.comparing import LEVELS, check_request, compare_runs
 from amp.trials.explaining import chosen
-from amp.trials.injecting import AS_IS
 from amp.trials.scripts import Script, wait_for_ranks
 
 _SCRIPT = (
@@ -61,8 +60,7 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
     if arguments.out:
         check_output(Path(arguments.out))
     script = Script(what, progress := Progress(arguments.json))
-    asked = levels, arguments.steps, arguments.seed
-    found = compare_runs(script.run, *asked, lambda: [AS_IS] * script.is_injected, progress.note)
+    found = compare_runs(script.run, levels, arguments.steps, arguments.seed, progress.note)
     found = replace(found, notes=(*found.notes, *script.notes))
     found.print_to(printer)
     if arguments.out:

@@ -21,7 +21,7 @@ from amp.compat import run as running
 from amp.compat.run import runner
 from amp.errors import AmpWarning
 from amp.observers import Observer, observing
-from amp.trials.injecting import AS_IS, Injected
+from amp.trials.injecting import Injected
 from amp.trials.observing import RunObserver, Trial
 from amp.trials.random_numbers import seed_random_numbers
 from amp.trials.script_watching import ScriptWatch
@@ -48,14 +48,14 @@ def main(job: str) -> None:
     given = json.loads(job)
     threading.Thread(target=_end_with, args=[given["alive"]], daemon=True).start()
     process = os.getpid()
-    found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "scale": None, "warnings": []}
+    found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "warnings": []}
     injected: Injected | None = None
 
     def save() -> None:
         found["has_begun"], found["seen"] = watcher.has_begun, watcher.seen()
         found["made"] = watcher.steps
         if injected is not None:
-            found["notes"], found["scale"] = injected.notes, injected.scale
+            found["notes"] = injected.notes
         with open(given["result"], "wb", closefd=False) as file:
             file.seek(0)
             torch.save(found, file)
@@ -89,7 +89,7 @@ def main(job: str) -> None:
     watcher.tell = lambda text: os.write(given["steps"], f"# {text}\n".encode())
     with watcher, ExitStack() as stack:
         if given["injects"]:
-            injected = stack.enter_context(Injected(given["level"] or AS_IS, given["scale"]))
+            injected = stack.enter_context(Injected(given["level"]))
         else:
             if given["level"] is not None:
                 stack.enter_context(observing(AtLevel(given["level"])))

@@ -22,7 +22,6 @@ import amp
 from amp.diagnosis.findings import Report
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.terminal.progress import Progress
-from amp.trials.injecting import AS_IS
 from amp.trials.observing import Record, Trial
 
 _ROOT = Path(amp.__file__).parents[1]
@@ -82,7 +81,6 @@ class Script:
             "arguments": self._arguments,
             "level": level,
             "seed": seed,
-            "scale": None,
             "injects": self.is_injected,
             "needs_amp": needs_amp,
         }
@@ -90,8 +88,6 @@ class Script:
         if needs_amp and not found["has_begun"] and not found["error"] and not self.is_injected:
             self.is_injected = job["injects"] = True
             found = self._seen(job)
-        if found["scale"] is not None and level == AS_IS:
-            found = self._seen(job | {"scale": found["scale"]})
         self.traceback, self.warnings = found["traceback"], list(dict.fromkeys(found["warnings"]))
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
         if not found["has_begun"] and found["made"] and isinstance(found["seen"], Report):
