@@ -182,8 +182,7 @@ function drawModules() {
       }),
     ]),
   );
-  byId("modules-hint").textContent = "|g − r| / |r| at the first step, where the weights are the same. A frame marks what is far above the median "
-    + "of its level. A dash is a gradient of 0. Colours run from clear to full for 0.0001 to 1.";
+  byId("modules-hint").textContent = "|g − r| / |r| at the first step, where the weights are the same. A frame marks what is too large. A dash is a gradient of 0. Colours run from clear to full for 0.0001 to 1.";
 }
 
 byId("modules-order").addEventListener("change", drawModules);

@@ -17,10 +17,6 @@ FLOORS = 10
 """A loss may be above the reference by so many times the distance of FP32 from the reference ..."""
 OF_THE_LOSS = 0.01
 """... or by this fraction of the run's mean loss, if that is more."""
-MEDIANS = 10
-"""A module stands out if its error is more than LARGEST_ERROR, or so many times the median ..."""
-LEAST_ERROR = 0.01
-"""... and more than this."""
 LARGEST_ERROR = 0.2
 """The largest error at a healthy level, of modules that stand out and of all gradients together. The
 latter is below 0.1 in FP8."""
@@ -147,9 +143,10 @@ def judged(
         seconds=statistics.median(record.seconds) if record.seconds else None,
         memory=record.memory | {"total": record.memory.get("peak") or sum(parts)},
     )
-
-    result = replace(result, problems=tuple(problems_of(result, basis.name, still_at_o0)))
-    return replace(result, remarks=tuple(remarks_of(result, record.small)))
+    problems = tuple(problems_of(result, basis.name, still_at_o0))
+    is_remarked = bool(record.small) and not problems
+    remarks = (Problem("small_layers", record.small),) if is_remarked else ()
+    return replace(result, problems=problems, remarks=remarks)
 
 
 Losses = dict[str, list[float]]
@@ -173,31 +170,20 @@ def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> tuple[float, 
 
 
 def outstanding(errors: dict[str, float], floor: dict[str, float], together: float) -> set[str]:
-    """Return the modules whose error is far above the median at this level.
+    """Return the modules whose error is too large.
 
-    A module whose error is above the median in FP32 already may have more error, in proportion. A fault
-    in the forward spoils the gradients of most modules; then the worst module stands out.
+    A fault in the forward spoils the gradients of most modules; then it is the worst one.
 
     Args:
         errors: the errors of the modules at one level.
-        floor: their errors in FP32.
+        floor: their errors in FP32. A module whose error is above the median there may have more error.
         together: the error of all gradients as one vector.
     """
-    usual = median_of(errors.values())
-    usual_in_floor = median_of(floor.values())
-
-    def is_allowed(name: str, relative: float) -> bool:
-        in_floor = floor.get(name, 0.0)
-        harder = max(1.0, in_floor / usual_in_floor) if usual_in_floor else 1.0
-        most = MEDIANS * usual * harder
-        if together <= LARGEST_ERROR:  # else most modules are above it
-            most = min(most, LARGEST_ERROR * max(1.0, harder / 2))
-        return relative <= max(LEAST_ERROR, most)
-
-    found = {name for name, error in errors.items() if not is_allowed(name, error)}
-    if not found and errors and not together <= LARGEST_ERROR:
-        found = {max(errors, key=errors.__getitem__)}
-    return found
+    if errors and not together <= LARGEST_ERROR:
+        return {max(errors, key=errors.__getitem__)}
+    usual = median_of(floor.values()) or math.inf
+    harder = {name: max(1.0, floor.get(name, 0.0) / usual / 2) for name in errors}
+    return {name for name, error in errors.items() if error > LARGEST_ERROR * harder[name]}
 
 
 def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) -> Iterator[Problem]:
@@ -222,37 +208,16 @@ def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) 
 
 
 def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
-    worst = next(iter(result.standing_out), None)
-    if worst is None or worst.error is None or worst.error <= LARGEST_ERROR:
-        return
-    together = result.gradient_error or 0.0
-    if worst.error == math.inf:
-        yield Problem("gradient_error", f"the first gradient of {worst.module} is not finite")
-    elif together > LARGEST_ERROR:
-        what = f"the gradient of {worst.module} is off by {percent(worst.error)}"
-        yield Problem("gradient_error", f"{what}, and all together are off by {percent(together)}")
-    else:
-        yield Problem("module_stands_out", _standing_out(result))
-
-
-def remarks_of(result: LevelResult, small: str = "") -> Iterator[Problem]:
-    """Yield remarks on a healthy level: they deserve a look, but do not speak against the level.
-
-    `small` is a sentence on layers that are too small to gain in FP8, or an empty string.
-    """
-    if result.standing_out and not result.problems:
-        yield Problem("module_stands_out", _standing_out(result))
-    if small and not result.problems:
-        yield Problem("small_layers", small)
-
-
-def _standing_out(result: LevelResult) -> str:
-    worst, *others = result.standing_out
-    more = f" and {len(others)} more" if others else ""
-    off = f"off by {'up to ' if more else ''}{percent(worst.error)}"
-    gradients = "gradients" if more else "gradient"
-    usual = f"the median is {percent(result.median_error)}"
-    return f"the {gradients} of {worst.module}{more} {'are' if more else 'is'} {off}; {usual}"
+    for worst in result.standing_out[:1]:
+        together, what = result.gradient_error or 0.0, f"the gradient of {worst.module} is off by "
+        what += percent(worst.error)
+        if worst.error == math.inf:
+            yield Problem("gradient_error", f"the first gradient of {worst.module} is not finite")
+        elif together > LARGEST_ERROR:
+            yield Problem("gradient_error", f"{what}, and all together are off by {percent(together)}")
+        else:
+            median = percent(result.median_error)
+            yield Problem("module_stands_out", f"{what}; the median is {median}")
 
 
 def percent(value: float | None) -> str:

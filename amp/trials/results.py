@@ -22,8 +22,8 @@ class Problem:
 
     Attributes:
         cause: `not_run`, `loss_not_finite`, `steps_skipped`, `loss_gap`, `module_stands_out`,
-            `gradient_error` or `weights_stand_still`; of a remark also `small_layers`, which do not
-            gain in FP8. The names are stable.
+            `gradient_error` or `weights_stand_still`; of a remark `small_layers`, which do not gain in
+            FP8. The names are stable.
         what: the problem in a sentence, with the numbers.
     """
 
@@ -39,8 +39,8 @@ class ModuleError:
         module: the module's name.
         error: |g - r| / |r| at the first step, where the weights are the same; None for a gradient
             that is 0 up to rounding errors.
-        stands_out: whether the error is far above the median at this level, or the largest one if the
-            error of all gradients together is too large.
+        stands_out: whether the error is too large, or the largest one if that of all gradients together
+            is too large.
     """
 
     module: str
