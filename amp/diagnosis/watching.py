@@ -305,12 +305,11 @@ class TrainingWatch(Training, Observer):
             self.window_ends(shadow)
         # A scaler may have been used only after this was noted, as in a GAN.
         noted = [x for x in self._noted.values() if x.cause != "loss scale" or not self._has_scaler]
-        others = sorted(noted, key=lambda x: x.phase)
         still = stands_still(self._still, bool(self._attached))
         losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
-        first = [x for x in others if x.cause == "order"]  # of which the others may be consequences
-        last = [x for x in others if x not in first]
+        first = [x for x in noted if x.cause == "order"]  # of which the others may be consequences
+        last = [x for x in noted if x not in first]
         if not seen or seen[0].cause == "weights":  # an earlier step has ruined them
             first += losses
         else:

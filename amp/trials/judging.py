@@ -26,8 +26,6 @@ SKIPPED = 0.5
 """The fraction of steps that may be skipped, after the search for the loss scale."""
 _ZERO = {"FP64": 1e-12, "FP32": 1e-6}
 """A gradient smaller than this times the median of all modules is 0 up to rounding errors."""
-AS_FAST = 1.05
-"""Times within this factor of the fastest count as equal."""
 
 ON_A_GPU = ("O5", "O4", "O7", "O6", "O2", "O1")
 """The cheapest level first, with bfloat16 tensor cores; FP8 pays only for layers wider than 2,000."""
@@ -239,15 +237,13 @@ def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) ->
         what = levels[0].problems[0].what
         return None, f"At {levels[0].level} {what}: precision is not the cause."
     on_gpu = device == "cuda"
-    ranked = _by_order(levels, has_bfloat16) if on_gpu else _by_time(levels)
+    ranked = sorted(levels, key=lambda level: level.seconds or math.inf)
+    ranked = _by_order(levels, has_bfloat16) if on_gpu else ranked
     chosen = next(level for level in ranked if level.is_healthy)
-    before = [level for level in ranked[: ranked.index(chosen)] if level.problems]
-    only = len([level for level in levels if level.is_healthy]) == 1 and len(levels) > 1
     best = "cheapest healthy level on this GPU" if on_gpu else "fastest healthy level here"
-    why = f"It is the {'only healthy level' if only else best}"
-    against = before or ([level for level in levels if level.problems] if only else [])
-    if against:
-        why += f"; {against[0].level} is not: {against[0].problems[0].what}"
+    why = f"It is the {best}"
+    for worse in [level for level in ranked[: ranked.index(chosen)] if level.problems][:1]:
+        why += f"; {worse.level} is not: {worse.problems[0].what}"
     return chosen.level, f"{why}." + (_of_a_cpu(levels) if device == "cpu" else "")
 
 
@@ -264,14 +260,3 @@ def _by_order(levels: Sequence[LevelResult], has_bfloat16: bool) -> list[LevelRe
     # The user's profiles come after the known levels, and O0 last.
     last = len(order)
     return sorted(levels, key=lambda x: last + 1 if x is levels[0] else places.get(x.level, last))
-
-
-def _by_time(levels: Sequence[LevelResult]) -> list[LevelResult]:
-    known = [level.seconds for level in levels if level.seconds is not None and level.is_healthy]
-    fastest = min(known, default=0.0)
-
-    def key(level: LevelResult) -> float:
-        seconds = math.inf if level.seconds is None else level.seconds
-        return fastest if fastest <= seconds <= AS_FAST * fastest else seconds
-
-    return sorted(levels, key=key)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from amp.diagnosis.arming import Armed
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.watching import TrainingWatch
 from amp.session import Session
@@ -49,11 +48,8 @@ class ScriptWatch(TrainingWatch):
     def initialize_ends(
         self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
     ) -> None:
-        """Watch in the place of what `diagnose="on_overflow"` would watch."""
+        """Note the session of what is trained."""
         self._session = session if any(optimizers) else self._session
-        for known in [each for each in session.observers if isinstance(each, Armed)]:
-            session.observers.remove(known)
-            known.session_ends(session)
         super().initialize_ends(session, models, optimizers)
 
     def root_called(self, model: nn.Module, args: Any) -> None:
