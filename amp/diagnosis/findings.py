@@ -12,23 +12,10 @@ from typing import Any
 from amp.diagnosis.guard import Unfollowed
 
 CAUSES = {
-    "range": "a number is too large for the format",
-    "absorbed range": "a number is too large for the format, and no gradient shows it",
-    "underflow": "a number, or most of a gradient, is too small for the format, and became 0",
-    "cancellation": "a subtraction leaves only the digits that the format has rounded away",
-    "rounding": "the format rounds away digits that later results depend on",
-    "eps": "a small constant is 0 in the format",
-    "cast": "a cast has changed integers, or a mask",
-    "mathematics": "the result is not finite in any precision",
-    "data": "the data is not finite",
-    "weights": "a weight or a buffer is not finite",
-    "loss scale": "a gradient times the loss scale is too large for the format",
-    "order": "gradients were changed before they were unscaled, or calls are in a wrong order",
-    "still": "numbers that a step was to change stayed as they were, since the change is too small",
-    "buffer": "a cast has rounded a buffer",
-    "loss": "a loss is not finite in a step that was not looked at",
+    *("range", "absorbed range", "underflow", "cancellation", "rounding", "eps", "cast", "mathematics"),
+    *("data", "weights", "loss scale", "order", "still", "buffer", "loss"),
 }
-"""The kinds of cause, by their stable names."""
+"""The kinds of cause, by their stable names. The page on diagnosis says what they mean."""
 
 
 @dataclass(frozen=True)

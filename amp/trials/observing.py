@@ -40,14 +40,14 @@ class Trial:
         steps: how many optimizer steps to make.
         seed: the seed of all random number generators.
         in_float64: whether the model and its inputs are cast to FP64, for a reference.
-        scales: the initial loss scales of each session, in order; empty uses those of the profile.
+        scales: the initial loss scales of all sessions, in order; empty uses those of the profile.
     """
 
     level: Any
     steps: int
     seed: int = 0
     in_float64: bool = False
-    scales: tuple[tuple[float, ...], ...] = ()
+    scales: tuple[float, ...] = ()
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Record:
     still: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
-    scales: tuple[tuple[float, ...], ...] = ()
+    scales: tuple[float, ...] = ()
     small: str = ""
 
 
@@ -182,12 +182,11 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
     ) -> None:
         """Begin to measure when there is an optimizer."""
         if session not in self._sessions:
+            given = self.trial.scales[len(self._scales()) :]
+            for scaler, scale in zip(session.scalers, given, strict=False):
+                if scaler.config.dynamic:
+                    scaler.set_scale(scale)
             self._sessions.append(session)
-            place = len(self._sessions) - 1
-            for scales in self.trial.scales[place : place + 1]:
-                for scaler, scale in zip(session.scalers, scales, strict=True):
-                    if scaler.config.dynamic:
-                        scaler.set_scale(scale)
         if session.fp8 is not None:
             self._record.small = session.fp8.small_said
         for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
@@ -327,8 +326,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         if not record.scales and all(False in each.skipped for each in self._logs.values()):
             record.scales = self._scales()
 
-    def _scales(self) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(each.loss_scale() for each in one.scalers) for one in self._sessions)
+    def _scales(self) -> tuple[float, ...]:
+        return tuple(each.loss_scale() for one in self._sessions for each in one.scalers)
 
     def _note_weights(self, log: _Log) -> None:
         """Note the bytes of weights, masters and optimizer state."""
