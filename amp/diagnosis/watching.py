@@ -125,6 +125,7 @@ class TrainingWatch(Training, Observer):
         self._models: list[nn.Module] = []
         self._parts: list[str] = []  # of the line that says what is watched
         self._names: dict[str, None] = {}  # the classes of the optimizers
+        self._levels: dict[str, None] = {}  # those of amp's sessions
         self._first_forward: float | None = None  # when it began; 0 when it has ended
         self._without_twin, self._tries, self._is_dynamic = 0, SEARCH, False
         self._is_ruined = self._is_explained = False
@@ -152,8 +153,7 @@ class TrainingWatch(Training, Observer):
         """What is watched, in one line."""
         if not self._parts:
             return "no optimizer was made"
-        levels = {f"at {one.owner.properties.opt_level or 'a profile'}" for one in self._attached}
-        scaled = ["a GradScaler"] if self._has_scaler else sorted(levels) or ["no GradScaler"]
+        scaled = ["a GradScaler"] if self._has_scaler else list(self._levels) or ["no GradScaler"]
         counted = f"{self.steps} step{'s' * (self.steps != 1)}" + self._is_ruined * _RUINED
         parts = [*self._parts, *self._names, *scaled, counted]
         lost = self._without_twin
@@ -254,6 +254,7 @@ class TrainingWatch(Training, Observer):
             self._hindered_by = type(modes[-1]).__name__
             return
         sessions = {one.owner for one in self._attached}
+        self._levels |= {f"at {x.properties.opt_level or 'a profile'}": None for x in sessions}
         own = [model for session in sessions for model in session.live_models()]
         trained, others = models_in_memory(self.optimizers)
         around = [x for x in trained if not any(each in own for each in x.modules())]
@@ -305,7 +306,7 @@ class TrainingWatch(Training, Observer):
             self.window_ends(shadow)
         # A scaler may have been used only after this was noted, as in a GAN.
         noted = [x for x in self._noted.values() if x.cause != "loss scale" or not self._has_scaler]
-        still = stands_still(self._still, bool(self._attached))
+        still = stands_still(self._still, bool(self._levels))
         losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
         first = [x for x in noted if x.cause == "order"]  # of which the others may be consequences
