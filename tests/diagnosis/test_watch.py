@@ -346,7 +346,7 @@ def test_a_step_that_amp_skips_is_counted_once(make: Any) -> None:
     name = make.__name__
     assert watch.about.startswith("Sequential, ")
     assert "parameters in float16" in watch.about  # as it was in the session, which has ended
-    assert watch.about.endswith(f"{name}, no GradScaler, 24 steps")
+    assert watch.about.endswith(f"{name}, at O2, 24 steps")
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5", "O7"])

@@ -118,7 +118,7 @@ def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
     )
     (tmp_path / "train.py").write_text(f"{train}\nmain(float('inf'), 10**9, 0.5)\n")
     with subprocess.Popen(
-        doctor("doctor", "train.py"),
+        doctor("doctor", "train.py", "--at", "1,4,1000"),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
