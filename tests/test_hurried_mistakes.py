@@ -494,7 +494,7 @@ for _ in range(steps):
         (
             "doctor train.py --opt-level O4 -- --steps 5",
             "two",
-            "variable WORLD_SIZE='two' is no number",
+            "a script of several processes without amp: only one can be compared",
         ),
     ],
 )

@@ -58,14 +58,6 @@ WITH_MASTERS = (
     "Keep FP32 masters: master_weights: true, as at O2 and O5; where they are, write to those of\n"
     "amp.master_params(optimizer). What is no weight belongs in float32."
 )
-LARGER_CHANGES = (
-    "The changes are smaller than half of the last digit: take a larger learning rate or decay, or\n"
-    "keep these numbers in float64."
-)
-LOST_BEFORE = (
-    "The changes are large enough, and were lost before: look for a cast to 16 bits, in which what\n"
-    "leads to them becomes 0."
-)
 
 
 def keep_buffers(names: Iterable[str], has_amp: bool) -> str:
@@ -175,13 +167,4 @@ def after_unscaling(properties: Properties | None) -> str:
     return (
         "Clip gradients after the scale_loss block, over amp.master_params(optimizer); with a "
         "GradScaler after scaler.unscale_(optimizer)."
-    )
-
-
-def unscaled_penalty(properties: Properties | None) -> str:
-    """Return how to compute a penalty of gradients."""
-    loss = "scaler.scale(loss)" if properties is None else "the scaled loss"
-    return (
-        f"Call torch.autograd.grad on the loss itself, and not on {loss}; or divide its results by\n"
-        "the loss scale before the penalty is computed."
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -13,12 +12,10 @@ import torch
 from torch import nn
 
 from amp import distributed
-from amp.diagnosis.causes import findings_of
-from amp.diagnosis.diagnose import gathered, named_models, open_scale
+from amp.diagnosis.diagnose import diagnosing, gather, named_models
 from amp.diagnosis.findings import Report
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.places import open_modes
-from amp.diagnosis.shadow import Shadow
 from amp.observers import Observer, watch_forwards
 from amp.training.scaler import LossScaler
 
@@ -46,7 +43,7 @@ class Armed(Observer):
     def __init__(self, session: Any) -> None:
         self._session = weakref.ref(session)
         self.unfollowed = Unfollowed()
-        self._shadow: Shadow | None = None
+        self._report: Report | None = None
         self._open = ExitStack()  # the shadow, or the wait for a forward
         self._stepped: set[int] = set()
         self._tries = 0
@@ -61,7 +58,7 @@ class Armed(Observer):
         if streaks and streaks[0] <= self.must_know(scaler):
             streaks.popleft()
             self._tries = TRIES
-            if self._shadow is None:
+            if self._report is None:
                 self._wait(session)
 
     def _wait(self, session: Any) -> None:
@@ -74,35 +71,28 @@ class Armed(Observer):
         if torch.is_grad_enabled() and not open_modes():
             self._open.close()
             self._stepped.clear()
-            scale = functools.partial(open_scale, session.attached)
-            self.unfollowed = Unfollowed()
             models = named_models(session.live_models(), "diagnose")
-            shadow = Shadow(models, scale, self.unfollowed)
-            self._shadow = self._open.enter_context(shadow)
-            self._shadow.note_arguments(model, args, kwargs)
+            shadow, self._report = self._open.enter_context(diagnosing(models, session.attached))
+            shadow.model_called(model, args, kwargs)
 
     def step_ends(self, attached: Any) -> None:
         """Report the findings after the last step of an iteration. The host waits for the device."""
-        session = self._session()
-        if self._shadow is None or session is None or attached not in session.attached:
+        session, report = self._session(), self._report
+        if report is None or session is None or attached not in session.attached:
             return
         is_again = id(attached) in self._stepped  # then another optimizer does not step each time
         self._stepped.add(id(attached))
         if is_again or self._stepped >= set(map(id, session.attached)):
-            shadow = self._shadow
             self.session_ends(session)
-            findings = gathered(guarded(findings_of)(shadow) or [])
-            session.last_report = Report(
-                findings, len(shadow.ops), distributed.world_size(), unfollowed=self.unfollowed
-            )
+            gather(report)
+            session.last_report = report
             if distributed.rank() == 0:  # whatever the verbosity
-                text = "an iteration after a streak of overflows was watched:\n%s"
-                logger.warning(text, session.last_report)
+                logger.warning("an iteration after a streak of overflows was watched:\n%s", report)
             self._tries -= 1
-            if not findings and self._tries > 0:
+            if not report.findings and self._tries > 0:
                 self._wait(session)
 
     def session_ends(self, session: Any) -> None:
         """Stop watching."""
-        self._shadow = None
+        self._report = None
         self._open.close()

@@ -128,7 +128,7 @@ class _Walk:
             if worst is None:
                 break
             value, taken = worst, made
-        return classified(value, made, taken)
+        return _classified(value, made, taken)
 
     def _is_ruin(self, harm: float) -> bool:
         return math.isinf(harm) if self._op.is_bad else harm > self._op.error / 3
@@ -190,7 +190,7 @@ def _overlaid(exact: Tensor, parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.view_as_complex(result) if exact.is_complex() else result
 
 
-def classified(value: Value, made: Op | None, taken: Op) -> Loss:
+def _classified(value: Value, made: Op | None, taken: Op) -> Loss:
     """Return what the format does to a value, and to the element that matters most."""
     exact, rounded = as_real(value.exact), as_real(value.rounded)
     changed = rounded != exact

@@ -22,13 +22,12 @@ from torch.utils._pytree import tree_leaves
 
 from amp.casting.cast_hooks import can_ruin, ruined_by_cast
 from amp.diagnosis import advice
-from amp.diagnosis.blame import Loss, classified, is_finite_if_filled, lost_before
+from amp.diagnosis.blame import Loss, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, LostScalar, Still
 from amp.diagnosis.memories import Value, inputs_of, results_from
-from amp.diagnosis.penalties import not_scaled, takes_scaled
 from amp.diagnosis.places import Place
-from amp.diagnosis.records import Op, ancestors, origin
+from amp.diagnosis.records import Op, ancestors
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import CANNOT_RUN, is_finite
 from amp.dtypes import LOW_PRECISION, dtype_name
@@ -37,8 +36,8 @@ from amp.profiles.properties import excepting
 _ARGUMENT = re.compile(r"argument '(\w+)'")
 LEAST = 2.0**-150
 """Smaller numbers are 0 in FP32."""
-SOME, MOSTLY, NEARLY_ALL = 0.3, 0.5, 0.9
-"""What share of numbers in 16 bits, and in more, may stand still, and of all wide weights together."""
+SOME = 0.3
+"""What share of numbers may stand still."""
 NOTHING = 1e-12
 """A smaller gradient moves no weight: optimizers divide by an eps of 1e-8."""
 FAR, WORSE, OFF, SHARE = 0.05, 10, 0.2, 0.01
@@ -77,11 +76,9 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         what = f"the gradient of {name} was written to while it was still scaled"
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
-    found += [*_of_unscaled_loss(shadow), *((-1, x) for x in _ruined_buffers(shadow))]
-    if penalty := _of_penalty(shadow):  # which the loss scale makes too large: once more by each factor
-        found = [penalty, *(x for x in found if x[1].cause not in ("loss scale", "range"))]
+    found += [(-1, x) for x in _ruined_buffers(shadow)]
     if not found:
-        found += [*_chosen_wrongly(shadow), *((0, x) for x in _vanished(shadow))]
+        found += [(0, x) for x in _vanished(shadow)]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
 
 
@@ -94,28 +91,6 @@ def _ruined_buffers(shadow: Shadow) -> Iterator[Finding]:
             keep = advice.keep_buffers([name], True)
             todo = f"Hold integers as torch.long and masks as bools. Or:\n{keep}"
             yield Finding("cast", what, todo, module=name.rpartition(".")[0])
-
-
-def _of_penalty(shadow: Shadow) -> tuple[int, Finding] | None:
-    """Return the finding of a loss that is computed of scaled gradients."""
-    scale = max(shadow.gradients.scales, default=1.0)
-    op = takes_scaled(shadow.ops, shadow.gradients.losses, scale)
-    if op is None:
-        return None
-    by = exact(scale)
-    what = f"the loss is computed of gradients that are still scaled by {by}, as in a penalty"
-    return op.number, _finding(op, "order", what, advice.unscaled_penalty(shadow.properties))
-
-
-def _of_unscaled_loss(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
-    """Yield a finding for a loss that torch's gradient scaler unscales, and has not scaled."""
-    seen = shadow.gradients
-    if shadow.properties is None:
-        op = not_scaled(shadow.ops, seen.losses, seen.unscaled.values(), seen.scales)
-        if op is not None:
-            what = "backward() starts from a loss that is not scaled, beside one that is: the scaler "
-            what += f"divides its gradients by {exact(seen.unscaled_by)} with the others"
-            yield op.number, _finding(op, "order", what, "Call scaler.scale(loss).backward() for each.")
 
 
 def _causes(shadow: Shadow) -> list[Op]:
@@ -253,10 +228,9 @@ def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> LostScalar | 
         for x in tree_leaves((made[0].args, made[0].kwargs)):
             number = _only_number(x)
             if loss.before / 2 <= number <= loss.before * 1.001:
-                return LostScalar(made[0].place, number, loss.value.real.dtype)
+                return LostScalar(made[0].place, number)
         made = [shadow.ops[x] for x in made[0].parents]
-    small = [x for x in shadow.lost.scalars if not x.is_large]
-    return next((x for x in small if x.place.module == op.place.module), None)
+    return next((x for x in shadow.lost.scalars if x.place.module == op.place.module), None)
 
 
 def _only_number(x: Any) -> float:
@@ -360,7 +334,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
         for x, grad in good.items()
         if grad.off > OFF and grad.size > least and share[x] > SHARE
     }
-    is_whole = math.hypot(*share.values()) > MOSTLY
+    is_whole = math.hypot(*share.values()) > 0.5
     # The value of a loss may be 0 by chance, as that of a policy, where gradients are right.
     losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
     losses = [] if any(x.off <= OFF and x.size > least for x in good.values()) else losses
@@ -391,37 +365,11 @@ def _norm_beside(shadow: Shadow, name: str) -> float:
     return math.hypot(*(x.norm for one, x in shadow.gradients.known.items() if one.startswith(prefix)))
 
 
-def _chosen_wrongly(shadow: Shadow) -> Iterator[tuple[int, Finding]]:
-    """Yield a finding for each line that chooses other elements than exact numbers lead to."""
-    for choice in {x.op.place: x for x in shadow.lost.choices}.values():
-        op, value = choice.op, choice.value
-        made = origin(shadow.ops, value.made)
-        loss = lost_before(shadow, made) if made is not None else None
-        one = _of_loss(shadow, op, loss or classified(value, made, op))
-        what = f"{one.what}, which chooses wrongly in {choice.share:.0%} of the cases"
-        yield op.number, replace(one, what=what)
-
-
-def still_in(shadow: Shadow, findings: list[Finding]) -> list[Still]:
-    """Return what stood still in 16 bits, and wide weights if nothing else was found.
-
-    These count if nearly all stand still, as by a tiny learning rate: a bias before a batch norm has a
-    gradient of 0, but for rounding. Their decay does not count: it is often smaller than the last
-    digit, which does no harm.
-    """
-    still = list(shadow.lost.still.values())
-    narrow = [x for x in still if x.dtype.itemsize < 4]
-    wide = [x for x in still if x.dtype.itemsize >= 4 and x.owned.kind == "weight" and not x.is_decay]
-    trained = sum(p.numel() for name, p in shadow.named_parameters() if name in shadow.gradients.known)
-    is_most = not findings and sum(x.share * x.numbers for x in wide) > NEARLY_ALL * trained
-    return narrow + wide if is_most else narrow
-
-
 def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:
     """Yield a finding for each line that was to change numbers, and left many of them as they were."""
     worst: dict[Any, Still] = {}  # of several steps
     for one in sorted(records, key=lambda one: one.share):
-        if one.share > (MOSTLY if one.dtype.itemsize > 2 else SOME):
+        if one.share > SOME:
             worst[*one.op.place[2:], one.owned.name or one.memory, one.is_decay] = one
     lines: defaultdict[Any, defaultdict[Any, list[Still]]] = defaultdict(lambda: defaultdict(list))
     for one in worst.values():
@@ -434,8 +382,6 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
             todo = advice.KEEP_AVERAGES
         elif names == {"tensor"}:
             todo = advice.KEEP_WIDE
-        if dtype.itemsize > 2:
-            todo = advice.LARGER_CHANGES if same[0].is_small else advice.LOST_BEFORE
         if names == {"buffer"}:
             todo = advice.keep_buffers([one.owned.name for one in same], has_amp)
         yield Finding(

@@ -12,15 +12,13 @@ import torch.distributed
 from torch import Tensor, nn
 
 from amp import distributed
-from amp.diagnosis.causes import findings_of, stands_still, still_in
-from amp.diagnosis.findings import Finding, Report, exact
+from amp.diagnosis.causes import findings_of, stands_still
+from amp.diagnosis.findings import Finding, Report
 from amp.diagnosis.guard import guarded
 from amp.diagnosis.places import unwrapped
 from amp.diagnosis.shadow import Shadow
-from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpTypeError
 from amp.other_names import names_keywords
-from amp.profiles.properties import Properties
 from amp.training.attached_optimizer import AttachedOptimizer
 
 
@@ -51,60 +49,38 @@ def diagnose(model: nn.Module | Sequence[nn.Module], optimizer: Any = None) -> I
     Raises:
         AmpTypeError: `model` is not a module.
     """
-    models = named_models(model, "amp.diagnose")
     optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     attached = list(filter(None, map(AttachedOptimizer.of, optimizers)))
-    report = Report()
-    trace = Shadow(models, functools.partial(open_scale, attached))
+    with diagnosing(named_models(model, "amp.diagnose"), attached) as (_, report):
+        yield report
+    gather(report)
+
+
+@contextmanager
+def diagnosing(
+    models: dict[str, nn.Module], attached: Sequence[AttachedOptimizer]
+) -> Iterator[tuple[Shadow, Report]]:
+    """Yield a shadow of a step, and the report of this rank, which is filled when the block ends."""
+    shadow = Shadow(models, functools.partial(open_scale, attached))
+    report = Report(unfollowed=shadow.unfollowed)
     try:
-        with trace:
-            yield report
+        with shadow:
+            yield shadow, report
     finally:
-        report.unfollowed, report.ops = trace.unfollowed, len(trace.ops)
-        report.findings = _found_by(trace, attached) or []
-    report.findings = gathered(report.findings)  # not after an error, which other ranks may not have
-    report.ranks = distributed.world_size()
+        report.ops, report.findings = len(shadow.ops), _found_by(shadow, attached) or []
 
 
 @guarded
-def _found_by(trace: Shadow, attached: Sequence[AttachedOptimizer]) -> list[Finding]:
-    found = findings_of(trace)
-    weights = [x for x in still_in(trace, found) if x.owned.kind == "weight"]
-    found += stands_still(weights, bool(attached))
-    if found and found[0].reached:
-        loose = [one.owner.properties for one in attached if not is_checked([one])]
-        found += [x for properties in loose[:1] for x in unchecked(properties, False)]
-    return found
+def _found_by(shadow: Shadow, attached: Sequence[AttachedOptimizer]) -> list[Finding]:
+    found = findings_of(shadow)
+    weights = [x for x in shadow.lost.still.values() if x.owned.kind == "weight"]
+    return [*found, *stands_still(weights, bool(attached))]
 
 
 def open_scale(attached: Sequence[AttachedOptimizer]) -> Tensor | None:
     """Return the loss scale, on the device, of a block that one of these optimizers is in, or None."""
     blocks = [one.gradients.open_block for one in attached]
     return next((block.scale.scale for block in blocks if block is not None), None)
-
-
-def is_checked(attached: Sequence[AttachedOptimizer]) -> bool:
-    """Whether the gradients of these optimizers, all of one session, are checked before a step."""
-    return all(
-        scaler.checks(one.gradients.capabilities.skips_on_device)
-        for one in attached
-        for scaler in one.owner.scalers
-    )
-
-
-def computes_in_half(properties: Properties) -> bool:
-    """Whether a level computes in 16 bits."""
-    return properties.patch_torch_functions or properties.cast_model_type in LOW_PRECISION
-
-
-def unchecked(properties: Properties, is_checked: bool) -> list[Finding]:
-    """Return a finding if a level in half precision does not check its gradients."""
-    if is_checked or not properties.enabled or not computes_in_half(properties):
-        return []
-    init = exact(properties.loss_scaling.init)
-    what = f"loss_scale={init} is static, and gradients are not checked: one NaN in a batch ruins the "
-    todo = f"loss_scale: {{mode: static, init: {init}, check: true}}"
-    return [Finding("unchecked", f"{what}weights", todo)]
 
 
 def named_models(model: Any, caller: str) -> dict[str, nn.Module]:
@@ -126,13 +102,13 @@ def prefixed(models: Sequence[nn.Module]) -> dict[str, nn.Module]:
     return {f"model {i}: " if len(models) > 1 else "": model for i, model in enumerate(models)}
 
 
-def gathered(findings: list[Finding]) -> list[Finding]:
-    """Return the findings of all ranks, each with its rank."""
-    if distributed.world_size() == 1:
-        return findings
-    mine = [replace(finding, rank=distributed.rank()) for finding in findings]
-    every: list[Any] = [None] * distributed.world_size()
-    torch.distributed.all_gather_object(every, mine)
-    found = [finding for of_rank in every for finding in of_rank]
-    # Gradients are summed over the ranks: a rank without an op of its own got the inf from another.
-    return [finding for finding in found if finding.op] or found
+def gather(report: Report) -> None:
+    """Put the findings of all ranks into a report, each with its rank."""
+    report.ranks = distributed.world_size()
+    if report.ranks > 1:
+        mine = [replace(finding, rank=distributed.rank()) for finding in report.findings]
+        every: list[Any] = [None] * report.ranks
+        torch.distributed.all_gather_object(every, mine)
+        found = [finding for of_rank in every for finding in of_rank]
+        # Gradients are summed over the ranks: a rank without an op of its own got the inf from another.
+        report.findings = [finding for finding in found if finding.op] or found

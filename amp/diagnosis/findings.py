@@ -12,28 +12,10 @@ from typing import Any
 from amp.diagnosis.guard import Unfollowed
 
 CAUSES = {
-    "range": "a number is too large for the format",
-    "absorbed range": "a number is too large for the format, and no gradient shows it",
-    "underflow": "a number, or most of a gradient, is too small for the format, and became 0",
-    "cancellation": "a subtraction leaves only the digits that the format has rounded away",
-    "rounding": "the format rounds away digits that later results depend on",
-    "eps": "a small constant is 0 in the format",
-    "cast": "a cast has changed integers, or a mask",
-    "mathematics": "the result is not finite in any precision",
-    "data": "the data is not finite",
-    "weights": "a weight or a buffer is not finite",
-    "loss scale": "a gradient times the loss scale is too large for the format",
-    "order": "gradients were changed before they were unscaled, or calls are in a wrong order",
-    "still": "numbers that a step was to change stayed as they were, since the change is too small",
-    "buffer": "a cast has rounded a buffer",
-    "loss": "a loss is not finite in a step that was not looked at",
-    "mask": "a constant is too large for the format",
-    "fails": "what runs in FP32 raises at this level",
-    "unchecked": "gradients are not checked before a step",
-    "tied": "modules share a weight, and rules do not treat them alike",
+    *("range", "absorbed range", "underflow", "cancellation", "rounding", "eps", "cast", "mathematics"),
+    *("data", "weights", "loss scale", "order", "still", "buffer", "loss"),
 }
-"""The kinds of cause, by their stable names. The last four are from `amp.check` and `reamp doctor`;
-`amp.diagnose` reports only `unchecked` of them."""
+"""The kinds of cause, by their stable names. The page on diagnosis says what they mean."""
 
 
 @dataclass(frozen=True)
@@ -145,23 +127,15 @@ def one_a_rule(findings: Iterable[Finding]) -> list[Finding]:
     return kept
 
 
-def said_of(findings: Sequence[Finding], has_ranks: bool = False) -> str:
-    """Return findings as text, with a line of summary before several."""
-    lines = [f"rank {x.rank}: {x}" if has_ranks else str(x) for x in findings]
-    if len(lines) > 1:
-        lines.insert(0, f"{len(lines)} findings, in the order of the data flow:")
-    return "\n".join(lines)
-
-
 @dataclass
 class Report:
-    """The result of `amp.diagnose`, which is filled when the block ends.
+    """The result of `amp.diagnose`, which is filled when the block ends, of `amp.check` and of a watch.
 
     Attributes:
         findings: what was found, the cause first; empty if nothing was wrong.
         ops: how many ops were watched.
         ranks: how many processes the findings come from.
-        about: what was watched, in one line, if the training of a script was.
+        about: what was watched, in one line: what trains, or the level of a check.
         unfollowed: counts what could not be watched, because the watch itself raised an error.
         why_nothing: why no op was watched, if none was.
     """
@@ -184,11 +158,13 @@ class Report:
         return self.findings[0].cause if self.findings else None
 
     def __str__(self) -> str:
-        said = said_of(self.findings, self.ranks > 1)
+        lines = [f"rank {x.rank}: {x}" if self.ranks > 1 else str(x) for x in self.findings]
+        if len(lines) > 1:
+            lines.insert(0, f"{len(lines)} findings, in the order of the data flow:")
         healthy = f"healthy: nothing found in {self.ops} ops"
         nothing = f"nothing was watched: {self.why_nothing}"
-        lines = [said or (healthy if self.ops else nothing), str(self.unfollowed)]
-        return "\n".join(filter(None, lines))
+        lines = lines or [healthy if self.ops else nothing]
+        return "\n".join(filter(None, [*lines, str(self.unfollowed)]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a dict for `json.dumps`."""

@@ -12,34 +12,25 @@ from torch import Tensor
 from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
 from amp.diagnosis.memories import Value
 from amp.diagnosis.places import Place
-from amp.diagnosis.records import CHOICES, PLACINGS, Op, Owned
-from amp.diagnosis.twins import CANNOT_RUN, difference, dimension_of, floats_in, largest, last_of
+from amp.diagnosis.records import Op, Owned
+from amp.diagnosis.twins import floats_in, largest
 from amp.dtypes import LOW_PRECISION
 
 FAR = 0.2
-"""How far off a count is named, and what share of choices: most uses bear less."""
-CLEARLY = 0.1
-"""By so much of what numbers differ among themselves a chosen one is worse."""
+"""How far off a count is named: most uses bear less."""
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 
 
 class LostScalar(NamedTuple):
-    """A Python number among the arguments of an op, which is 0 or inf in the dtype of its first tensor.
+    """A Python number among the arguments of an op, which is 0 in float16, as its tensor is.
 
     Attributes:
         place: where the op was called.
         value: the number.
-        dtype: the dtype.
     """
 
     place: Place
     value: float
-    dtype: torch.dtype
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it is too large, and not too small."""
-        return abs(self.value) > 1
 
 
 class LossyCast(NamedTuple):
@@ -75,7 +66,6 @@ class Still(NamedTuple):
         dtype: its dtype.
         numbers: how many numbers it has.
         share: the share of them that did not change, and their twins did.
-        is_small: whether most of these changes are below the last digit; else they were lost before.
     """
 
     op: Op
@@ -84,7 +74,6 @@ class Still(NamedTuple):
     dtype: torch.dtype
     numbers: int
     share: float
-    is_small: bool
 
     @property
     def is_decay(self) -> bool:
@@ -92,63 +81,42 @@ class Still(NamedTuple):
         return self.owned.kind == "weight" and "mul_" in self.op.aten
 
 
-class Choice(NamedTuple):
-    """A choice, as by `argmin` or `bucketize`, that would be another one if no number were rounded.
-
-    Attributes:
-        op: the op that has chosen.
-        value: what it has chosen from.
-        share: the share of choices that are clearly worse than the exact ones, or of other places.
-    """
-
-    op: Op
-    value: Value
-    share: float
-
-
 class Lost:
     """Numbers that ops have lost.
 
     Attributes:
-        scalars: Python numbers that became 0 or inf.
+        scalars: Python numbers that became 0.
         casts: casts that changed integers or masks.
-        choices: choices of other elements than exact numbers lead to.
         still: tensors that an op was to change, and did not, by memory and op.
     """
 
     def __init__(self) -> None:
         self.scalars: list[LostScalar] = []
         self.casts: list[LossyCast] = []
-        self.choices: list[Choice] = []
         self.still: dict[tuple[int, str], Still] = {}
 
     def note_still(self, op: Op, owned: Owned, before: Value, x: Tensor, exact: Tensor) -> None:
-        """Note a tensor that a write has left as it was, where its twin has moved."""
-        moved = (exact - before.exact).abs()
-        stays = x.isfinite() & (x == before.real) & (moved > 0)  # inf + 1 is inf
-        is_small = (moved <= torch.finfo(x.dtype).eps * x.abs())[stays].double().mean() > 0.5
+        """Note a tensor in 16 bits that a write has left as it was, where its twin has moved."""
+        if x.dtype not in LOW_PRECISION:
+            return
+        stays = x.isfinite() & (x == before.real) & (exact != before.exact)  # inf + 1 is inf
         share = float(stays.count_nonzero()) / x.numel()
         key = before.memory.key
         known = self.still.get((key, op.aten))
         if share > 0 and (known is None or known.share < share):
-            self.still[key, op.aten] = Still(op, owned, key, x.dtype, x.numel(), share, bool(is_small))
+            self.still[key, op.aten] = Still(op, owned, key, x.dtype, x.numel(), share)
 
     def note_scalars(self, place: Place, func: Any, args: Any) -> None:
-        """Note Python numbers among the arguments of an op, which may raise because of them.
+        """Note Python numbers among the arguments of an op that are 0 there.
 
         Only pointwise ops are checked: norms take an eps too, but compute with it in FP32.
         """
         given = floats_in(args)
+        is_half = bool(given) and given[0].dtype is torch.float16
         is_by_element = torch.Tag.pointwise in func.tags or re.search("fill|_foreach_", func.name())
-        if not given or not is_by_element:
-            return
-        dtype = given[0].dtype
-        is_half = dtype is torch.float16 and func.overloadpacket.__name__ not in _COMPARISONS
-        most, least = torch.finfo(dtype).max, 2.0**-25 if is_half else 0.0
-        for x in args:
-            is_number = isinstance(x, (int, float)) and math.isfinite(x)
-            if is_number and (abs(x) > most or 0 < abs(x) <= least):
-                self.scalars.append(LostScalar(place, float(x), dtype))
+        if is_half and is_by_element and func.overloadpacket.__name__ not in _COMPARISONS:
+            small = [x for x in args if isinstance(x, float) and 0 < abs(x) <= 2.0**-25]
+            self.scalars += [LostScalar(place, x) for x in small]
 
     def note_cast(self, op: Op, name: str, y: Tensor, x: Tensor) -> None:
         """Note integers that a cast or a range has rounded to 16 bits, and masks that are -inf now."""
@@ -176,42 +144,7 @@ class Lost:
         if y.dtype in LOW_PRECISION and bool((x == x.round()).all()):
             self._note_changed(op, x, y, (y.to(x.dtype) - x).abs() > FAR * x.abs())
 
-    def note_choice(
-        self, op: Op, values: dict[int, Value], args: Any, kwargs: dict[str, Any], result: Any
-    ) -> None:
-        """Note a choice of elements that exactly are far from those to choose, or of other places."""
-        is_one = op.aten in CHOICES | PLACINGS and op.phase == "forward"
-        chosen = last_of(result)
-        if not is_one or not values or op.func._schema.is_mutable or chosen.is_floating_point():
-            return
-        exact = [values[id(x)].exact if id(x) in values else x for x in args]
-        try:
-            x, best = exact[0], last_of(op.func(*exact, **kwargs))
-        except CANNOT_RUN:
-            return
-        if op.aten in PLACINGS:
-            is_wrong = chosen != best
-        else:
-            is_wrong = _are_worse(x, chosen, best, dimension_of(op.aten, args, kwargs))
-        share = float(is_wrong.double().mean())
-        if share > FAR:
-            worst = max(values.values(), key=lambda value: difference(value.real, value.exact))
-            self.choices.append(Choice(op, worst, share))
-
     def _note_changed(self, op: Op, x: Tensor, y: Tensor, changed: Tensor) -> None:
         if op.gives is not None and bool((changed & y.isfinite()).any()):
             before, after = x[changed][-1].item(), y[changed][-1].item()
             self.casts.append(LossyCast(op, "", largest(x), before, after))
-
-
-def _are_worse(x: Tensor, chosen: Tensor, best: Tensor, dim: int | None) -> Tensor:
-    """Return which chosen elements are clearly off those to choose, by their indices along a dimension.
-
-    Where `x` is not finite, nothing is.
-    """
-    if dim is None or not x.dim():  # of all elements
-        x, dim = x.flatten(), 0
-    if chosen.dim() < x.dim():
-        chosen, best = chosen.unsqueeze(dim), best.unsqueeze(dim)
-    off = (x.gather(dim, chosen) - x.gather(dim, best)).abs()
-    return off > CLEARLY * x.std(dim, correction=0, keepdim=True)

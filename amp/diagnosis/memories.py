@@ -73,7 +73,6 @@ class Memory:
         made: the number of the op that wrote to it last; 0 if none did.
         bad: the number of the op that made its inf or NaN; 0 if none did.
         is_new: whether its first values are of this watch.
-        before: the dtype before the cast that made it, or None.
         gradient: the name of the parameter whose gradient it is, or an empty text.
         written: where this gradient was written to since its backward, or None.
         twin: its twin; None until it is read, or if its values are exact.
@@ -86,7 +85,6 @@ class Memory:
     made: int = 0
     bad: int = 0
     is_new: bool = False
-    before: torch.dtype | None = None
     gradient: str = ""
     written: Place | None = None
     twin: Tensor | None = None

@@ -148,10 +148,9 @@ class Places(AbstractContextManager["Places"]):
 
     @guarded
     def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._shadow.module_left(module, args, output)
         if self._thread.modules:
             self._thread.modules.pop()
-        if any(module is model for model in self._models.values()):
-            self._shadow.ledger.close()
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a torch function; the ops inside it get its name."""

@@ -26,10 +26,6 @@ MOVES = {
 """Ops that compute nothing: what their results have lost was lost before."""
 COUNTS = {"index_add", "index_add_", "index_put", "index_put_", "scatter_add", "scatter_add_", "cumsum"}
 """Ops that may add up many ones."""
-CHOICES = {"argmax", "argmin", "max", "min", "topk", "sort"}
-"""Ops that return indices, and may return the values there."""
-PLACINGS = {"bucketize", "searchsorted"}
-"""Ops that return the places of numbers among others."""
 
 
 class Owned(NamedTuple):

@@ -29,8 +29,6 @@ class SeenGradients:
         losses: the numbers of the ops that made the losses.
         scale: the loss scale of the last backward.
         scales: those of all backwards.
-        unscaled: for each parameter whose gradient a gradient scaler unscales, the number of the op
-            that has made it.
         unscaled_by: the scale that a gradient scaler has taken away, which is not known before; or 1.
     """
 
@@ -39,7 +37,6 @@ class SeenGradients:
         self.in_place: dict[str, Place] = {}
         self.bad_loss, self.losses = 0, list[int]()
         self.scale, self.scales = 1.0, set[float]()
-        self.unscaled: dict[str, int] = {}
         self.unscaled_by = 1.0
         self._memories, self._open_scale = memories, open_scale
 
@@ -86,7 +83,6 @@ class SeenGradients:
         self.scale = self.unscaled_by = 1 / float(inv_scale)
         self.scales = self.scales - {1.0} | {self.scale}
         for memory in map(self._memories.__getitem__, grads):
-            self.unscaled[memory.gradient] = memory.made
             if memory.written is not None:
                 self.in_place.setdefault(memory.gradient, memory.written)
 

@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     is_traceable_wrapper_subclass_type,
 )
+from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
@@ -68,22 +69,8 @@ PASSED = 4
 """So many ops may be between what a tensor holds and what is copied to it in its place."""
 
 
-class _Begun(NamedTuple):
-    """What is known of an op before it runs.
-
-    Attributes:
-        place: where it was called.
-        phase: as of a `Finding`.
-        counts: whether the ledger counts it.
-        values: what it reads, by the id of the tensor.
-        written: the floating tensors that it writes to.
-    """
-
-    place: Place
-    phase: str
-    counts: bool
-    values: dict[int, Value]
-    written: list[Tensor]
+_Begun = tuple[Op, dict[int, Value], list[Tensor]]
+"""An op before it runs, what it reads, by the id of the tensor, and the tensors that it writes to."""
 
 
 class Shadow(Observer):
@@ -99,10 +86,9 @@ class Shadow(Observer):
         ops: the ops that ran, by number.
         memories: the memory of the tensors that were seen, with their names and twins.
         lost: what the ops have lost.
-        ledger: what the first forward of each model costs.
+        ledger: what the first forward of each model calls.
         gradients: what was seen of losses and gradients.
         bad_weights: for each parameter that the step made inf or NaN, the number of the op that did.
-        failed: where the first op that raised was called, or None.
         cast_buffers: buffers that amp has cast, by name, and what they were.
         without_twin: how many ops could not run on twins.
         properties: those of the models' session; None for a script without amp.
@@ -117,16 +103,16 @@ class Shadow(Observer):
         self.models = models
         self.ops: dict[int, Op] = {}
         self.memories = Memories()
-        self.lost, self.ledger = Lost(), Ledger(self.memories)
+        self.lost, self.ledger = Lost(), Ledger()
         self.gradients = SeenGradients(self.memories, open_scale)
         self.bad_weights: dict[str, int] = {}
         self.cast_buffers = cast_buffers_of(models)
         self.without_twin = 0
         self.unfollowed = Unfollowed() if unfollowed is None else unfollowed
-        self.failed: Place | None = None
         self.properties = properties_of(models.values())
         self._places = Places(models, self)
         self._called: set[int] = set()  # the ids of the models whose first forward has begun
+        self._in_fp8 = {name for name, x in modules_of(models).items() if "_amp_fp8" in vars(x)}
         self._is_stepping = False
         self._open = ExitStack()
 
@@ -143,9 +129,6 @@ class Shadow(Observer):
                     self.memories.own("buffer", prefix + unwrapped_name(name), buffer)
             for buffer, before in self.cast_buffers.values():
                 self.memories.put(buffer, before)
-            for name, module in modules_of(self.models).items():
-                if "_amp_fp8" in vars(module):
-                    stack.callback(self.ledger.follow_fp8(name, module).remove)
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))
@@ -186,19 +169,21 @@ class Shadow(Observer):
         self._is_stepping = False
 
     @guarded
-    def model_called(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Note the arguments of a model, and what its first forward costs."""
-        self.note_arguments(model, args, kwargs)
+    def model_called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note the names of a model's arguments, and what its first forward calls."""
+        for name, x in _named(model, args, kwargs):
+            self.memories.own("argument", name, x)
         if torch.is_grad_enabled() and id(model) not in self._called:
             self._called.add(id(model))
             self.ledger.is_open = True
 
     @guarded
-    def note_arguments(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """Record the names of the arguments that a model's tensors come in by."""
-        for name, x in _named(model, args, kwargs):
-            self.memories.own("argument", name, x)
-            self.memories[x].before = None  # a cast back is of this model
+    def module_left(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that the forward of a module has ended."""
+        if self.ledger.is_open and "_amp_fp8" in vars(module) and output is not None:
+            self.ledger.note_fp8(self._places.of_call(nn.functional.linear), module, args[0], output)
+        if any(module is model for model in self.models.values()):
+            self.ledger.close()
 
     @guarded
     def function_called(self, function: Any, args: tuple[Any, ...], kwargs: Any, result: Any) -> None:
@@ -206,8 +191,8 @@ class Shadow(Observer):
         if function in _MAKERS:
             given = kwargs["data"] if "data" in kwargs else args[function is Tensor.new_tensor]
             self._unseen(self._note_made, given, result)
-        if self.ledger.is_open:
-            self.ledger.call_ends(self._places.of_call(function), function, args, kwargs, result)
+        if self.ledger.is_open and (place := self._places.of_call(function)).module not in self._in_fp8:
+            self.ledger.note_call(place, function, args, kwargs, result)
 
     def _note_made(self, given: Any, x: Tensor) -> None:
         """Note numbers of Python's that are too large for the tensor that is made of them."""
@@ -245,12 +230,8 @@ class Shadow(Observer):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an op, and again on twins, and note what is wrong."""
         begun = self._op_begins(func, args, kwargs)
-        try:
-            result = func(*args, **kwargs)
-        except Exception:
-            self.failed = self.failed or (begun and begun.place)
-            raise
-        if begun is None or not self._op_ends(begun, func, args, kwargs, result):
+        result = func(*args, **kwargs)
+        if begun is None or not self._op_ends(begun, args, kwargs, result):
             self._forget_op(func, args, kwargs, result)
         return result
 
@@ -261,31 +242,14 @@ class Shadow(Observer):
         place, phase = self._places.here(func.overloadpacket.__name__)
         if self._is_stepping and phase == "forward":
             place, phase = Place(place.op, place.module, *user_line(in_packages=False)), "step"
-        counts = self.ledger.is_open and phase == "forward"
         written = written_by(func, args, kwargs)
         if phase != "backward":
             self.lost.note_scalars(place, func, args)
         values = {id(x): self.memories.read(x) for x in floats_in((args, kwargs))}
         for x in written:
             self.memories.before_write(x)
-        return _Begun(place, phase, counts, values, written)
-
-    @guarded
-    @torch.no_grad()
-    def _op_ends(
-        self, begun: _Begun, func: Any, args: Any, kwargs: dict[str, Any], result: Any
-    ) -> bool:
-        """Do an op that has run on twins, and return that this was possible."""
-        place, phase, counts, values, written = begun
-        if func.overloadpacket is torch.ops.aten.set_:  # it computes nothing, as for a loader
-            return True
-        if counts:
-            self.ledger.op_ends(place, func, args, kwargs, result)
-        if not func.is_view and (values or floats_in(result)):
-            scale = self.gradients.scale if phase == "backward" else 1.0
-            op = Op(len(self.ops) + 1, place, phase, func, scale)
-            self._shadow(op, args, kwargs, result, values, written)
-        return True
+        scale = self.gradients.scale if phase == "backward" else 1.0
+        return Op(0, place, phase, func, scale), values, written
 
     @guarded
     def _forget_op(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
@@ -295,18 +259,19 @@ class Shadow(Observer):
             self.memories.forget(x)
             self.memories[x].made = self.memories[x].bad = 0
 
-    def _shadow(
-        self,
-        op: Op,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        values: dict[int, Value],
-        written: list[Tensor],
-    ) -> None:
-        """Do an op that has run on twins, and note what is wrong with its result."""
+    @guarded
+    @torch.no_grad()
+    def _op_ends(self, begun: _Begun, args: Any, kwargs: dict[str, Any], result: Any) -> bool:
+        """Run an op on twins, note what is wrong with its result, and return that this was possible."""
+        op, values, written = begun
+        # A tensor that gets other memory, as from a loader, is not computed.
+        if op.func.overloadpacket is torch.ops.aten.set_ or op.func.is_view:
+            return True
         fresh = fresh_in(result, written)
+        if not values and not fresh:
+            return True
         outputs = [*written, *fresh]
+        op.number = len(self.ops) + 1
         self.ops[op.number] = op
         op.takes = tuple(value.real.dtype for value in values.values())
         op.gives = outputs[0].dtype if outputs else None
@@ -329,7 +294,6 @@ class Shadow(Observer):
         self._note_lost(op, values, outputs, written)
         for value in values.values() if op.aten in CASTS and not outputs else ():
             self.lost.note_integers(origin(self.ops, value.made) or op, value, result)
-        self.lost.note_choice(op, values, args, kwargs, result)
         if op.aten == "_amp_foreach_non_finite_check_and_unscale_":  # of torch's GradScaler
             self.gradients.note_unscale(args[0], args[2])
         elif written and op.phase != "backward":
@@ -343,6 +307,7 @@ class Shadow(Observer):
         if op.is_bad and (op.is_root or op.bad.is_wrong) and not op.is_constant:
             wrong = [wrong_in(x, self.memories.twin(x)) for x in outputs]
             op.bad.value = largest_from_inputs(op, wrong)
+        return True
 
     def _note_lost(
         self, op: Op, values: dict[int, Value], outputs: list[Tensor], written: list[Tensor]
@@ -449,16 +414,8 @@ def _named(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> Iterator[tupl
     names += [f"argument {i}" for i in range(len(names), len(args))]
     named = [(f"argument '{name}'", value) for name, value in kwargs.items()]
     for name, value in [*zip(names, args, strict=False), *named]:
-        yield from _paths(value, name)
-
-
-def _paths(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating tensors of nested containers, each with the expression that leads to it."""
-    if is_float(value):
-        yield path, value
-    elif isinstance(value, (Mapping, list, tuple)):
-        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _paths(each, f"{path}[{key!r}]")
+        leaves = tree_leaves_with_path(value)
+        yield from ((f"{name}{keystr(path)}", x) for path, x in leaves if is_float(x))
 
 
 class _Ops(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -94,7 +94,8 @@ def run_wide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     """
     name = func.overloadpacket.__name__
     if name in _WITH_INDICES and isinstance(result, (tuple, list)) and len(result) == 2:
-        dim = dimension_of(name, args, kwargs)
+        at = 2 if name in ("topk", "kthvalue") else 1
+        dim = kwargs.get("dim", args[at] if len(args) > at else -1)
         if type(dim) is int and result[1].dim() == args[0].dim():
             return [args[0].gather(dim, result[1]), result[1]]
     if name == "_amp_foreach_non_finite_check_and_unscale_":
@@ -106,18 +107,6 @@ def run_wide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     if name in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # the third one asks for a result wider than the input
     return func(*args, **kwargs)
-
-
-def dimension_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Return the dimension along which an op chooses elements; None for all."""
-    at = 2 if name in ("topk", "kthvalue") else 1
-    last = None if name in ("argmax", "argmin") else -1
-    return kwargs.get("dim", args[at] if len(args) > at else last)
-
-
-def last_of(result: Any) -> Any:
-    """Return the last result of an op, as the indices of those that return values too."""
-    return result[-1] if isinstance(result, (tuple, list)) else result
 
 
 def _widened(x: Any) -> Any:

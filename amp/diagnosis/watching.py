@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from amp.diagnosis import advice
 from amp.diagnosis.attaching import Training, described, models_in_memory, optimizers_of
-from amp.diagnosis.causes import findings_of, stands_still, still_in
+from amp.diagnosis.causes import findings_of, stands_still
 from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, exact, grouped, one_a_rule
 from amp.diagnosis.guard import Unfollowed, guarded
@@ -125,6 +125,7 @@ class TrainingWatch(Training, Observer):
         self._models: list[nn.Module] = []
         self._parts: list[str] = []  # of the line that says what is watched
         self._names: dict[str, None] = {}  # the classes of the optimizers
+        self._levels: dict[str, None] = {}  # those of amp's sessions
         self._first_forward: float | None = None  # when it began; 0 when it has ended
         self._without_twin, self._tries, self._is_dynamic = 0, SEARCH, False
         self._is_ruined = self._is_explained = False
@@ -152,9 +153,9 @@ class TrainingWatch(Training, Observer):
         """What is watched, in one line."""
         if not self._parts:
             return "no optimizer was made"
-        scaler = "a GradScaler" if self._has_scaler else "no GradScaler"
+        scaled = ["a GradScaler"] if self._has_scaler else list(self._levels) or ["no GradScaler"]
         counted = f"{self.steps} step{'s' * (self.steps != 1)}" + self._is_ruined * _RUINED
-        parts = [*self._parts, *self._names, scaler, counted]
+        parts = [*self._parts, *self._names, *scaled, counted]
         lost = self._without_twin
         said = ", ".join(dict.fromkeys(parts + [f"{lost} ops could not run in FP64"] * bool(lost)))
         missed = [step for step in self._due if step in self._at]
@@ -240,12 +241,6 @@ class TrainingWatch(Training, Observer):
         """Tell the user something before the report."""
         logger.warning(text)
 
-    def watch_steps(self, at: Iterable[int]) -> None:
-        """Watch other steps than before, without what was seen until now."""
-        self._drop()
-        self._due = sorted(at)
-        self._begin()
-
     def _restart(self) -> None:
         if self._is_empty:
             self._cancel()
@@ -259,6 +254,7 @@ class TrainingWatch(Training, Observer):
             self._hindered_by = type(modes[-1]).__name__
             return
         sessions = {one.owner for one in self._attached}
+        self._levels |= {f"at {x.properties.opt_level or 'a profile'}": None for x in sessions}
         own = [model for session in sessions for model in session.live_models()]
         trained, others = models_in_memory(self.optimizers)
         around = [x for x in trained if not any(each in own for each in x.modules())]
@@ -310,12 +306,11 @@ class TrainingWatch(Training, Observer):
             self.window_ends(shadow)
         # A scaler may have been used only after this was noted, as in a GAN.
         noted = [x for x in self._noted.values() if x.cause != "loss scale" or not self._has_scaler]
-        others = sorted(noted, key=lambda x: x.phase)
-        still = stands_still(self._still, bool(self._attached))
+        still = stands_still(self._still, bool(self._levels))
         losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
-        first = [x for x in others if x.cause == "order"]  # of which the others may be consequences
-        last = [x for x in others if x not in first]
+        first = [x for x in noted if x.cause == "order"]  # of which the others may be consequences
+        last = [x for x in noted if x not in first]
         if not seen or seen[0].cause == "weights":  # an earlier step has ruined them
             first += losses
         else:
@@ -392,8 +387,7 @@ class TrainingWatch(Training, Observer):
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
         is_dynamic = self._is_dynamic or self._has_scaler
-        every = findings_of(shadow)
-        found = [x for x in every if x.cause != "loss scale" or not is_dynamic]
+        found = [x for x in findings_of(shadow) if x.cause != "loss scale" or not is_dynamic]
         if not found and shadow.gradients.bad and self._tries:
             self._tries -= 1
             self._due.insert(0, self.steps + 1)  # the loss scale was being searched
@@ -401,9 +395,7 @@ class TrainingWatch(Training, Observer):
             self._due, self._is_ruined = [], True
         self._is_explained |= bool(found and (shadow.gradients.bad_loss or shadow.bad_weights))
         self._seen += found
-        if any(op.phase == "step" for op in shadow.ops.values()):  # wide numbers may move now
-            self._still = [x for x in self._still if x.dtype.itemsize < 4]
-        still = still_in(shadow, every)
+        still = shadow.lost.still.values()
         self._still += [x for x in still if not _is_compensated(x, self.optimizers)]
         if any(op.phase == "backward" for op in shadow.ops.values()):
             self.report.ops += len(shadow.ops)

@@ -48,14 +48,14 @@ byId("reason").textContent = data.reason;
 
 table(
   byId("levels-table"),
-  ["level", "", "loss gap", "allowed", "gradient error", "cosine", "median of modules", "skipped", "stand still"],
+  ["level", "", "loss gap", "allowed", "gradient error", "median of modules", "skipped", "stand still"],
   data.levels.map((level) => {
     const found = run.includes(level) ? "worse" : "not run";
     const verdict = level.healthy ? ["healthy", "good"] : [found, "bad"];
     const skipped = level.scale_search ? `${level.skipped}, and ${level.scale_search} for the scale` : `${level.skipped}`;
     return [
       level.level, element("td", { class: verdict[1] }, verdict[0]), short(level.loss_gap), short(level.loss_gap_allowed),
-      short(level.gradient_error), short(level.gradient_cosine, 4), short(level.median_error), skipped, percent(level.still),
+      short(level.gradient_error), short(level.median_error), skipped, percent(level.still),
     ];
   }),
 );
@@ -156,30 +156,21 @@ drawLoss();
 
 // 3. A heat map: the darker, the further off, from 1e-4 to 1.
 
-const hints = {
-  error: "|g − r| / |r|, where the weights are the same. A frame marks what is far above the median of its level. A dash is a gradient of 0.",
-  cosine: "Of the angle between the gradient and the reference's, where the weights are the same.",
-  later_error: "At the last step the weights have gone apart, each run along its own way: this says how far, and not which module is at fault.",
-  later_cosine: "At the last step the weights have gone apart, each run along its own way.",
-};
-
-function heatOf(value, kind) {
-  if (value === null || value === undefined) return 0;
-  const error = kind.endsWith("cosine") ? Math.sqrt(Math.max(2 - 2 * value, 0)) : value;
+function heatOf(error) {
+  if (error === null || error === undefined) return 0;
   if (!Number.isFinite(error)) return 1;
   return Math.min(Math.max((Math.log10(error || 1e-12) + 4) / 4, 0), 1);
 }
 
 function drawModules() {
-  const [kind, order] = [byId("modules-kind").value, byId("modules-order").value];
   const names = [...new Set(run.flatMap((level) => level.modules.map((each) => each.module)))];
   const found = new Map(run.map((level) => [level, new Map(level.modules.map((each) => [each.module, each]))]));
   const rows = names.map((name) => {
     const cells = run.map((level) => found.get(level).get(name));
-    const heats = cells.map((each) => heatOf(number(each?.[kind] ?? null), kind));
+    const heats = cells.map((each) => heatOf(number(each?.error ?? null)));
     return { name, cells, heats, worst: Math.max(...heats) };
   });
-  if (order === "worst") rows.sort((a, b) => b.worst - a.worst).splice(20);
+  if (byId("modules-order").value === "worst") rows.sort((a, b) => b.worst - a.worst).splice(20);
   table(
     byId("modules-table"),
     ["module", ...run.map((level) => level.level)],
@@ -187,17 +178,13 @@ function drawModules() {
       name,
       ...cells.map((each, i) => {
         const style = `background: color-mix(in srgb, var(--alarm) ${Math.round(60 * heats[i])}%, transparent)`;
-        const out = kind === "error" && each?.stands_out;
-        const digits = kind.endsWith("cosine") ? 4 : 2;
-        return element("td", { style, class: out ? "out" : "" }, short(each?.[kind] ?? null, digits));
+        return element("td", { style, class: each?.stands_out ? "out" : "" }, short(each?.error ?? null, 2));
       }),
     ]),
   );
-  const range = kind.endsWith("cosine") ? "an angle of 0.0001 to 1" : "0.0001 to 1";
-  byId("modules-hint").textContent = `${hints[kind]} Colours run from clear to full for ${range}.`;
+  byId("modules-hint").textContent = "|g − r| / |r| at the first step, where the weights are the same. A frame marks what is too large. A dash is a gradient of 0. Colours run from clear to full for 0.0001 to 1.";
 }
 
-byId("modules-kind").addEventListener("change", drawModules);
 byId("modules-order").addEventListener("change", drawModules);
 drawModules();
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import itertools
 import math
-import statistics
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,29 +22,21 @@ from amp.errors import (
     AmpWarning,
     brief,
     check_function,
-    did_you_mean,
-    name_of,
 )
 from amp.other_names import names_keywords
 from amp.session import Session
-from amp.trials.judging import outstanding, problems_of, recommend, remarks_of, worst_gap
-from amp.trials.measuring import Error, errors_of, mean_of, median_of, total_error_of, vanishing_modules
+from amp.trials.judging import Basis, errors_of, judged, median_of, recommend
 from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.random_numbers import keep_random_numbers, seed_random_numbers
-from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
-from amp.trials.scripts import Script
+from amp.trials.results import Comparison, LevelResult, Problem
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
-REFERENCES = ("fp64", "fp32")
 _PATIENCE = 1000
 """The most calls of `step` in a row without an optimizer step."""
 _SEARCHES = 4
 """The most extra runs to find a loss scale."""
 _UNLIKE = 1e-2
 """A larger relative error of FP32 gradients is not due to rounding: the runs differ."""
-_ZERO = {"FP64": 1e-12, "FP32": 1e-6}
-"""A gradient smaller than this times the median of all modules is 0 up to rounding errors."""
-
 Run = Callable[[Trial], Record]
 """Makes a run and returns its record; raises what the run raised."""
 
@@ -57,7 +48,6 @@ def compare(
     levels: Sequence[str] = LEVELS,
     steps: int = 25,
     seed: int = 0,
-    reference: str = "fp64",
     *,
     num_losses: int = 1,
 ) -> Comparison:
@@ -90,12 +80,10 @@ def compare(
         levels: levels, aliases or YAML profiles.
         steps: how many optimizer steps to compare.
         seed: the seed of torch, Python and NumPy.
-        reference: `fp64` compares with a run of the model in FP64, or in FP32 if that fails; `fp32`
-            compares with O0, which is run twice.
         num_losses: as in `amp.initialize`.
 
     Raises:
-        AmpValueError: a level, `steps`, `seed` or `reference` is not valid.
+        AmpValueError: a level, `steps` or `seed` is not valid.
         AmpTypeError: `build` or `step` is no function.
         AmpRuntimeError: a session that casts functions is open, or two runs at O0 differ.
         Exception: an error in the run at O0. An error at another level is in that level's result.
@@ -107,11 +95,12 @@ def compare(
             "a session that casts torch's functions is open, at O0 too: close it before amp.compare, "
             "by amp.get_session().close()"
         )
-    return compare_runs(_InProcess(build, step, num_losses), levels, steps, seed, reference)
+    run = functools.partial(_run_here, build, step, num_losses)
+    return compare_runs(run, levels, steps, seed)
 
 
-def check_request(levels: Sequence[Any], steps: int, reference: str, seed: int = 0) -> None:
-    """Raise AmpError if a level, `steps`, `reference` or `seed` is not valid."""
+def check_request(levels: Sequence[Any], steps: int, seed: int = 0) -> None:
+    """Raise AmpError if a level, `steps` or `seed` is not valid."""
     if isinstance(levels, str) or not isinstance(levels, Collection) or not levels:
         raise AmpValueError(f"levels={brief(levels)} is not a list of levels, such as {list(LEVELS)}")
     for level in levels:
@@ -120,42 +109,35 @@ def check_request(levels: Sequence[Any], steps: int, reference: str, seed: int =
         raise AmpValueError(f"steps={brief(steps)} must be an integer of at least 1")
     if not 0 <= seed < 2**64:
         raise AmpValueError(f"seed={brief(seed)} must be from 0 to 2**64 - 1")
-    if not isinstance(reference, str) or reference not in REFERENCES:
-        hint = did_you_mean(name_of(reference), REFERENCES)
-        raise AmpValueError(f"reference={brief(reference)} is not one of {', '.join(REFERENCES)}{hint}")
 
 
-class _InProcess:
-    """Makes runs of `build` and `step` in this process."""
-
-    def __init__(self, build: Callable[[], Any], step: Callable[..., Any], num_losses: int) -> None:
-        self._build, self._step, self._num_losses = build, step, num_losses
-
-    def __call__(self, trial: Trial) -> Record:
-        """Make a run, and restore the state of the process."""
-        with (
-            _everything_kept(),
-            RunObserver(trial) as observer,
-            Session(trial.level, num_losses=self._num_losses, verbosity=0) as session,
-        ):
-            frontend._Default.session = session
-            seed_random_numbers(trial.seed)
-            built = self._build()
-            if not isinstance(built, tuple) or len(built) != 2:
-                raise AmpTypeError(
-                    f"build must return (model, optimizer), and returned {type(built).__name__}"
-                )
-            model, optimizer = session.initialize(*built)
-            idle = 0
-            for i in itertools.count():
-                before = observer.steps
-                self._step(model, optimizer, i)
-                if observer.is_complete:
-                    break
-                idle = 0 if observer.steps > before else idle + 1
-                if idle == _PATIENCE:
-                    raise AmpRuntimeError(f"{_PATIENCE} calls of step made no optimizer.step()")
-            return observer.seen()
+def _run_here(
+    build: Callable[[], Any], step: Callable[..., Any], num_losses: int, trial: Trial
+) -> Record:
+    """Make a run of `build` and `step` in this process, and restore the state of the process."""
+    with (
+        _everything_kept(),
+        RunObserver(trial) as observer,
+        Session(trial.level, num_losses=num_losses, verbosity=0) as session,
+    ):
+        frontend._Default.session = session
+        seed_random_numbers(trial.seed)
+        built = build()
+        if not isinstance(built, tuple) or len(built) != 2:
+            raise AmpTypeError(
+                f"build must return (model, optimizer), and returned {type(built).__name__}"
+            )
+        model, optimizer = session.initialize(*built)
+        idle = 0
+        for i in itertools.count():
+            before = observer.steps
+            step(model, optimizer, i)
+            if observer.is_complete:
+                break
+            idle = 0 if observer.steps > before else idle + 1
+            if idle == _PATIENCE:
+                raise AmpRuntimeError(f"{_PATIENCE} calls of step made no optimizer.step()")
+        return observer.seen()
 
 
 @contextmanager
@@ -174,52 +156,27 @@ def _everything_kept() -> Iterator[None]:
         restore()
 
 
-class InScript:
-    """Makes runs of an unmodified script."""
-
-    def __init__(self, script: Script) -> None:
-        self._script = script
-
-    def __call__(self, trial: Trial) -> Record:
-        """Make a run.
-
-        Raises:
-            AmpRuntimeError: the script failed, or trained nothing.
-        """
-        options = dataclasses.asdict(trial)
-        record: Record
-        record, error = self._script.watched_by("compare", options, trial.level, trial.seed)
-        if error:
-            raise self._script.failure(error)
-        if not record.skipped:
-            raise AmpRuntimeError("the script ended before its first optimizer.step()")
-        return record
-
-
 def compare_runs(
     run: Run,
     levels: Sequence[str],
     steps: int,
     seed: int = 0,
-    reference: str = "fp64",
-    rows_before: Callable[[], Sequence[str]] = tuple,
     note_progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Comparison:
     """Compare levels, with a function that makes a run; see `compare`.
 
-    `rows_before` returns what to run before the levels, and is asked after the first run.
-    `note_progress` is called from then on with how many of O0, the reference and the rows are done, and
-    with how many there are.
+    `note_progress` is called with how many of O0, the reference and the levels are done, and with how
+    many there are.
     """
-    check_request(levels, steps, reference, seed)
+    check_request(levels, steps, seed)
     base = Trial("O0", steps, seed)
     floor = run(base)
     if not floor.losses:
         raise AmpRuntimeError("the run made no step after a loss that was scaled: use amp.scale_loss")
-    rows = [row for row in dict.fromkeys([*rows_before(), *levels]) if row != "O0"]
+    rows = [row for row in dict.fromkeys(levels) if row != "O0"]
     note_progress(1, 2 + len(rows))
-    basis = _basis(run, base, floor, reference)
-    results = [_judged("O0", basis.floor, basis)]
+    basis = _basis(run, base, floor)
+    results = [judged("O0", basis.floor, basis)]
     for done, level in enumerate(rows, 2):
         note_progress(done, 2 + len(rows))
         try:
@@ -227,49 +184,29 @@ def compare_runs(
         except Exception as error:  # the script fails at this level: that is a result
             results.append(LevelResult(level, (Problem("not_run", f"not run: {_short(error)}"),)))
         else:
-            results.append(_judged(level, record, basis, results[0].still, searched))
+            results.append(judged(level, record, basis, results[0].still, searched))
     made, notes = len(floor.skipped), list(basis.notes)
     if made < steps:
-        note = f"the run ended after {made} of {steps} steps: nothing is known of its last gradients"
-        notes.append(note)
+        notes.append(f"the run ended after {made} of {steps} steps")
     chosen, reason = recommend(results, floor.device, floor.has_bfloat16)
     losses = basis.record.losses
     known = (basis.name, losses, made, seed, floor.device, tuple(notes))
     return Comparison(tuple(results), chosen, reason, *known)
 
 
-@dataclass(frozen=True)
-class _Basis:
-    """The runs that levels are compared with.
-
-    Attributes:
-        name: the precision of the reference, `FP64` or `FP32`.
-        record: the reference.
-        floor: a run at O0, whose distance from the reference is noise.
-        notes: remarks on both, for the user.
-    """
-
-    name: str
-    record: Record
-    floor: Record
-    notes: tuple[str, ...] = ()
-
-
-def _basis(run: Run, base: Trial, floor: Record, reference: str) -> _Basis:
-    notes = []
-    if reference == "fp64":
-        try:
-            wide = run(replace(base, in_float64=True))
-        except Exception as error:  # an op or an optimizer may not support FP64
-            notes.append(f"compared with FP32, since the run in FP64 failed: {_short(error)}")
-        else:
-            apart = _median_error(floor, wide)
-            if wide.losses.keys() == floor.losses.keys() and apart <= _UNLIKE:
-                return _Basis("FP64", wide, floor)
-            notes.append(
-                f"compared with FP32, since the first gradients in FP64 are {apart:.1%} off: the run "
-                "draws other random numbers there (dropout on a GPU), or casts by itself"
-            )
+def _basis(run: Run, base: Trial, floor: Record) -> Basis:
+    try:
+        wide = run(replace(base, in_float64=True))
+    except Exception as error:  # an op or an optimizer may not support FP64
+        note = f"compared with FP32, since the run in FP64 failed: {_short(error)}"
+    else:
+        apart = _median_error(floor, wide)
+        if wide.losses.keys() == floor.losses.keys() and apart <= _UNLIKE:
+            return Basis("FP64", wide, floor)
+        note = (
+            f"compared with FP32, since the first gradients in FP64 are {apart:.1%} off: the run "
+            "draws other random numbers there (dropout on a GPU), or casts by itself"
+        )
     again = run(base)
     apart = _median_error(again, floor)
     if apart > _UNLIKE and math.isfinite(apart):  # else O0 has NaN of its own, which the result says
@@ -277,11 +214,11 @@ def _basis(run: Run, base: Trial, floor: Record, reference: str) -> _Basis:
             f"two runs at O0 differ: their first gradients are {apart:.1%} apart. Take data by the "
             "number of the step, by random numbers that follow the seed, or from what build makes"
         )
-    return _Basis("FP32", floor, again, tuple(notes))
+    return Basis("FP32", floor, again, (note,))
 
 
 def _median_error(record: Record, reference: Record) -> float:
-    return median_of(error.relative for error in errors_of(record.first, reference.first).values())
+    return median_of(errors_of(record.first, reference.first).values())
 
 
 def _settled(run: Run, trial: Trial) -> tuple[Record, int]:
@@ -305,47 +242,3 @@ def _short(error: Exception) -> str:
     """Return the first line of an error, with its class unless it is one of ours."""
     line = str(error).partition("\n")[0]
     return line if isinstance(error, AmpError) else f"{type(error).__name__}: {line}".removesuffix(": ")
-
-
-def _judged(
-    level: str, record: Record, basis: _Basis, still_at_o0: float | None = None, searched: int = 0
-) -> LevelResult:
-    """Return how far a run is from the reference, and what is wrong with it."""
-    exact = basis.record
-    if not record.losses:
-        return LevelResult(level, (Problem("not_run", "not run: it made no step"),))
-    vanishing = vanishing_modules(exact.first, _ZERO[basis.name])
-    errors, floor = errors_of(record.first, exact.first), errors_of(basis.floor.first, exact.first)
-    later = errors_of(record.last, exact.last)
-    telling = {name: error for name, error in errors.items() if name not in vanishing}
-    first, last = total_error_of(record.first, exact.first), total_error_of(record.last, exact.last)
-    out = outstanding(telling, {name: floor[name] for name in telling if name in floor}, first.relative)
-    gap = worst_gap(record.losses, exact.losses, basis.floor.losses) or (None, None)
-    parts = (size for part, size in record.memory.items() if part != "peak")
-    result = LevelResult(
-        level,
-        losses=record.losses,
-        loss_gap=gap[0],
-        loss_gap_allowed=gap[1],
-        gradient_error=first.relative if telling else None,
-        gradient_cosine=first.cosine if telling else None,
-        median_error=median_of(error.relative for error in telling.values()) if telling else None,
-        later_error=last.relative if later else None,
-        later_cosine=last.cosine if later else None,
-        modules=tuple(
-            ModuleError(name, *_of_module(telling, name), *_of_module(later, name), name in out)
-            for name in errors
-        ),
-        skipped=sum(record.skipped),
-        scale_search=searched,
-        still=mean_of(record.still) if record.still else None,
-        seconds=statistics.median(record.seconds) if record.seconds else None,
-        memory=record.memory | {"total": record.memory.get("peak") or sum(parts)},
-    )
-
-    result = replace(result, problems=tuple(problems_of(result, basis.name, still_at_o0)))
-    return replace(result, remarks=tuple(remarks_of(result, record.small)))
-
-
-def _of_module(errors: dict[str, Error], name: str) -> tuple[float | None, float | None]:
-    return errors.get(name, (None, None))

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from amp.arguments import advise_on_eps, attached_to
 from amp.diagnosis.advice import with_range
+from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import named_models
 from amp.diagnosis.findings import Finding, Report, exact, rule_for
 from amp.errors import AmpRuntimeError, AmpTypeError, check_function
@@ -29,7 +29,7 @@ CURABLE = _RUINS | _DIGITS
 _TRIES = 8
 _ENOUGH = 3
 """If more modules than this need FP32, another level is the better advice."""
-_LOWEST_SCALE, _HIGHEST_SCALE = 2.0**-24, 2.0**16
+_LOWEST_SCALE = 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -131,13 +131,14 @@ def doctor(
         raise AmpTypeError("amp.doctor takes the optimizer of amp.initialize, and got an empty list")
     attached = list(map(attached_to, optimizers))
     replay = Replay(step, named_models(model, "amp.doctor"), attached[0].owner, attached)
-    findings = replay.run()
-    if not replay.ops:
+    shadow, _ = replay.run()
+    findings = findings_of(shadow)
+    if not shadow.ops:
         raise AmpRuntimeError("step ran no op: it has to run a forward, amp.scale_loss and a backward")
     if not findings:  # then the step, which is not replayed, may still divide by 0
         said = [message.split(". ", 1) for one in attached for message in advise_on_eps(one.optimizer)]
         findings = [Finding("eps", what, todo, "step") for what, todo in said]
-    report = Report(findings, replay.ops, unfollowed=replay.unfollowed)
+    report = Report(findings, len(shadow.ops), unfollowed=shadow.unfollowed)
     if not findings:
         fp8 = replay.owner.fp8
         return Prescription(report, remark="" if fp8 is None else fp8.small_said)
@@ -178,7 +179,7 @@ class _Search:
             tried = "with everything in FP32, as was tried, it is not finite either"
             return f"no precision cures the cause, mathematics: {tried}"
         if self._first.cause == "underflow" and not self._first.op:  # of all gradients
-            return self._by_higher_scale()
+            return self._by_level(self._first)
         try:
             return self._by_modules()
         except Exception:
@@ -216,14 +217,15 @@ class _Search:
         """Run the step, and return the findings that a further trial may remove."""
         chosen = self._modules if modules is None else modules
         try:
-            found = self._replay.run(chosen, scale, self._arguments)
+            shadow, _ = self._replay.run(chosen, scale, self._arguments)
         except Exception:
             if not self._arguments:
                 raise
             self._refused.add(self._arguments.pop())
             return self._left(scale, modules)
-        harmful = self._harmful | (set() if self._replay.is_finite else _DIGITS)
-        return [x for x in found if x.cause in harmful]
+        is_finite = not (shadow.gradients.bad_loss or shadow.gradients.bad)
+        harmful = self._harmful | (set() if is_finite else _DIGITS)
+        return [x for x in findings_of(shadow) if x.cause in harmful]
 
     def _extend(self, finding: Finding) -> bool:
         """Add what a finding advises to the trial, and return whether there was something new."""
@@ -254,13 +256,3 @@ class _Search:
         if self._left(1.0, self._every_model):
             return f"it is not finite in FP32 either: look at {where}"
         return Cure(level=level, runs=self._replay.runs)
-
-    def _by_higher_scale(self) -> Cure | str:
-        """Return the highest loss scale at which nothing is lost, up to that of a dynamic one."""
-        properties, scale = self._replay.owner.properties, _HIGHEST_SCALE
-        has_room = properties.cast_model_type is not torch.float16 or properties.master_weights
-        while scale > self._scale and has_room:  # else weights stand still at any scale
-            if not self._left(scale):
-                return Cure(scale=scale, is_dynamic=self._is_dynamic, runs=self._replay.runs)
-            scale /= 2
-        return self._by_level(self._first)

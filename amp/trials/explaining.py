@@ -107,9 +107,7 @@ def explain(
             `opt_level` is missing, or is given for a model that has a level.
     """
     with a_forward(model, batch, opt_level, overrides, "amp.explain") as (session, replay):
-        shadow = Shadow(replay.models)
-        replay.watched_by(shadow)
-        return chosen(explained(session, shadow), op, module)
+        return chosen(explained(session, replay.run()[0]), op, module)
 
 
 def explained(session: Session | None, shadow: Shadow) -> Explanation:

@@ -2,8 +2,7 @@
 
 The script's own precision is taken away: autocast and gradient scalers are disabled, and models are not
 cast to 16 bits. Then `initialize` is called before the first forward after an optimizer was made, and
-each backward runs inside of `scale_loss`. Without a level the script runs unchanged, in a session that
-changes nothing, so that it can be observed like the others.
+each backward runs inside of `scale_loss`.
 """
 
 from __future__ import annotations
@@ -19,15 +18,9 @@ from amp.casting.containers import cast_tensors
 from amp.diagnosis.attaching import Training, models_in_memory, replace_in
 from amp.diagnosis.places import is_called_by_amp
 from amp.dtypes import LOW_PRECISION, dtype_name
-from amp.errors import AmpRuntimeError, AmpValueError
-from amp.observers import everywhere
+from amp.errors import AmpRuntimeError
 from amp.session import Session
-from amp.training.attached_optimizer import AttachedOptimizer
-from amp.training.blocks import Block
 
-AS_IS = "as is"
-"""Stands for a level: the script in its own precision."""
-_NOTHING: dict[str, Any] = {"opt_level": "O0", "cast_model_type": False, "master_weights": False}
 _REFUSED = {
     "DeepSpeedEngine": "DeepSpeed steps in its own engine: use its own precision",
     "DistributedDataParallel": "DDP was made before amp could be injected: run one process without it",
@@ -39,34 +32,25 @@ class Injected(Training):
     """Makes a session drive a script while it is open.
 
     Args:
-        level: a level, an alias or a YAML profile; `AS_IS` changes nothing.
-        scale: where the script's own gradient scaler begins, if it runs unchanged; None leaves it.
+        level: a level, an alias or a YAML profile.
 
     Attributes:
         notes: remarks for the user.
-        scale: where the script's own gradient scaler would have skipped no step.
     """
 
-    def __init__(self, level: str, scale: float | None = None) -> None:
+    def __init__(self, level: Any) -> None:
         super().__init__()
         self.notes: list[str] = []
-        self.scale: float | None = None
-        self._level, self._begin_at = level, scale
-        self._is_as_is = level == AS_IS
-        self._has_stepped = False
+        self._level = level
         self._not_entered: list[Any] = []  # the script's autocast regions that are open
         self._session: Session | None = None
         self._is_busy = False
-        self._unscaled: dict[int, tuple[Tensor, Tensor]] = {}  # losses that a GradScaler has scaled
 
     def __enter__(self) -> Self:
         super().__enter__()
         self._until_begun = ExitStack()  # torch.compile traces no replaced call
         self._open.callback(self._until_begun.close)
         replace_in(self._until_begun, nn.Module, "__call__", self._call)
-        if self._is_as_is:
-            replace_in(self._open, torch.amp.GradScaler, "__init__", self._make_scaler)
-            return self
         replace_in(self._open, torch.amp.GradScaler, "__init__", _disabled)
         replace_in(self._open, torch.autocast, "__enter__", self._enter_autocast)
         replace_in(self._open, torch.autocast, "__exit__", self._leave_autocast)
@@ -87,12 +71,7 @@ class Injected(Training):
         return original(module, *args, **kwargs)
 
     def _initialize(self) -> None:
-        if not (size := os.environ.get("WORLD_SIZE", "1")).isdecimal():
-            raise AmpValueError(
-                f"the environment variable WORLD_SIZE={size!r} is no number: unset it, or set it to "
-                "the number of processes"
-            )
-        if int(size) > 1:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
             raise AmpRuntimeError("a script of several processes without amp: only one can be compared")
         models, optimizers = models_in_memory(self.optimizers)[0], self.optimizers
         for model in models:
@@ -100,21 +79,20 @@ class Injected(Training):
                 if kind.__name__ in _REFUSED:
                     raise AmpRuntimeError(f"{_REFUSED[kind.__name__]} (reamp doctor needs none)")
         dtypes = {p.dtype for model in models for p in model.parameters()} & LOW_PRECISION
-        if dtypes and not self._is_as_is:
+        if dtypes:
             names = ", ".join(sorted(map(dtype_name, dtypes)))
             self.notes.append(
                 f"weights are in {names} from the start: all levels begin with rounded values"
             )
         self._is_busy = True
         try:
-            options: dict[str, Any] = _NOTHING if self._is_as_is else {"opt_level": self._level}
-            session = Session(**options, verbosity=0)
+            session = Session(self._level, verbosity=0)
             session.initialize(models, optimizers, allow_incoming_model_not_fp32=True)
         finally:
             self._is_busy = False
         self._session = session
         self._until_begun.close()
-        for model in [] if self._is_as_is else models:
+        for model in models:
             hook = model.register_forward_pre_hook(_widen, with_kwargs=True, prepend=True)
             self._open.callback(hook.remove)
 
@@ -128,15 +106,8 @@ class Injected(Training):
             raise AmpRuntimeError("a backward from several tensors, or no scalar, cannot be compared")
         self._is_busy = True  # a backward may run others, as reentrant checkpoints do
         try:
-            if not self._is_as_is:
-                with session.scale_loss(losses[0], self.optimizers) as scaled_loss:
-                    return original(scaled_loss, *args, **kwargs)
-            # Tell the observers of the loss, and leave the script alone.
-            loss = self._unscaled.pop(id(losses[0]), (losses[0], losses[0]))[1]
-            attached = list(filter(None, map(AttachedOptimizer.of, self.optimizers)))
-            for observer in (*everywhere, *session.observers):
-                observer.block_entered(session, Block(session.scalers[0], []), loss, attached)
-            return original(tensors, *args, **kwargs)
+            with session.scale_loss(losses[0], self.optimizers) as scaled_loss:
+                return original(scaled_loss, *args, **kwargs)
         finally:
             self._is_busy = False
 
@@ -152,22 +123,6 @@ class Injected(Training):
             self._not_entered.pop()
             return None
         return original(region, *exception)
-
-    def optimizer_stepped(self, optimizer: Any) -> None:
-        """Note that steps are not skipped any more."""
-        self._has_stepped = True
-
-    def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
-        """Note losses that are scaled, and the scale after a step that was skipped before any other."""
-        if name == "scale" and isinstance(given, Tensor):
-            self._unscaled = {id(result): (result, given)}
-        if name == "update" and not self._has_stepped:
-            self.scale = scaler.get_scale()
-
-    def _make_scaler(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        original(scaler, *args, **kwargs)
-        if self._begin_at is not None:
-            scaler._init_scale = self._begin_at
 
 
 def _widen(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

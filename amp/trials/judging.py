@@ -1,21 +1,22 @@
-"""Judging the levels of a comparison: which are healthy, and which to recommend."""
+"""Judging the levels of a comparison: how far off, which are healthy, and which to recommend."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from amp.trials.measuring import Error, gaps_of, mean_of, median_of
-from amp.trials.results import LevelResult, Problem
+import torch
+from torch import Tensor
+
+from amp.trials.observing import ModuleGradients, Record
+from amp.trials.results import LevelResult, ModuleError, Problem
 
 FLOORS = 10
 """A loss may be above the reference by so many times the distance of FP32 from the reference ..."""
 OF_THE_LOSS = 0.01
 """... or by this fraction of the run's mean loss, if that is more."""
-MEDIANS = 10
-"""A module stands out if its error is more than LARGEST_ERROR, or so many times the median ..."""
-LEAST_ERROR = 0.01
-"""... and more than this."""
 LARGEST_ERROR = 0.2
 """The largest error at a healthy level, of modules that stand out and of all gradients together. The
 latter is below 0.1 in FP8."""
@@ -23,12 +24,127 @@ STILL = 0.1
 """The fraction of weights that may stand still, beyond those at O0."""
 SKIPPED = 0.5
 """The fraction of steps that may be skipped, after the search for the loss scale."""
-AS_FAST = 1.05
-"""Times within this factor of the fastest count as equal."""
+_ZERO = {"FP64": 1e-12, "FP32": 1e-6}
+"""A gradient smaller than this times the median of all modules is 0 up to rounding errors."""
 
 ON_A_GPU = ("O5", "O4", "O7", "O6", "O2", "O1")
 """The cheapest level first, with bfloat16 tensor cores; FP8 pays only for layers wider than 2,000."""
 WITHOUT_BFLOAT16 = ("O2", "O1")
+
+
+@dataclass(frozen=True)
+class Basis:
+    """The runs that levels are compared with.
+
+    Attributes:
+        name: the precision of the reference, `FP64` or `FP32`.
+        record: the reference.
+        floor: a run at O0, whose distance from the reference is noise.
+        notes: remarks on both, for the user.
+    """
+
+    name: str
+    record: Record
+    floor: Record
+    notes: tuple[str, ...] = ()
+
+
+def error_of(grads: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
+    """Return |g - r| / |r| of gradients g as one vector, and reference gradients r, computed in FP64.
+
+    It is 0 if both are 0, and inf if g is not finite or only r is 0.
+    """
+    found, exact = _as_vector(grads), _as_vector(reference)
+    if found.shape != exact.shape or not found.isfinite().all():
+        return math.inf
+    difference, size = float((found - exact).norm()), float(exact.norm())
+    if not size:
+        return math.inf if difference else 0.0
+    return difference / size
+
+
+def errors_of(grads: ModuleGradients, reference: ModuleGradients) -> dict[str, float]:
+    """Return the error of each module that has a gradient in both runs."""
+    return {name: error_of(grads[name], exact) for name, exact in reference.items() if name in grads}
+
+
+def total_error_of(grads: ModuleGradients, reference: ModuleGradients) -> float:
+    """Return the error of all modules that have a gradient in both runs, as one vector."""
+    names = [name for name in reference if name in grads]
+    return error_of(
+        [grad for name in names for grad in grads[name]],
+        [grad for name in names for grad in reference[name]],
+    )
+
+
+def vanishing_modules(reference: ModuleGradients, limit: float) -> set[str]:
+    """Return modules whose gradient is 0 up to rounding errors, as for a bias before a BatchNorm.
+
+    Args:
+        reference: the gradients of the reference.
+        limit: the largest such gradient, relative to the median of all modules.
+    """
+    vectors = {name: _as_vector(grads) for name, grads in reference.items()}
+    sizes = {name: float(x.norm()) / math.sqrt(max(x.numel(), 1)) for name, x in vectors.items()}
+    smallest = limit * median_of(sizes.values())
+    return {name for name, size in sizes.items() if size <= smallest}
+
+
+def median_of(values: Iterable[float]) -> float:
+    """Return the median, or 0 if there are no values."""
+    found = list(values)
+    return statistics.median(found) if found else 0.0
+
+
+def mean_of(values: Iterable[float]) -> float:
+    """Return the mean, or 0 if there are no values."""
+    found = list(values)
+    return sum(found) / len(found) if found else 0.0
+
+
+def gaps_of(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Return how far each of the last losses, a third of all, is above the reference's."""
+    gaps = [x - y for x, y in zip(losses, reference, strict=False)]
+    return gaps[-max(1, math.ceil(len(gaps) / 3)) :]
+
+
+def _as_vector(grads: Sequence[Tensor]) -> Tensor:
+    parts = [torch.view_as_real(grad) if grad.is_complex() else grad for grad in grads]
+    return torch.cat([part.double().flatten() for part in parts] or [torch.zeros(0)])
+
+
+def judged(
+    level: str, record: Record, basis: Basis, still_at_o0: float | None = None, searched: int = 0
+) -> LevelResult:
+    """Return how far a run is from the reference, and what is wrong with it."""
+    exact = basis.record
+    if not record.losses:
+        return LevelResult(level, (Problem("not_run", "not run: it made no step"),))
+    vanishing = vanishing_modules(exact.first, _ZERO[basis.name])
+    errors, floor = errors_of(record.first, exact.first), errors_of(basis.floor.first, exact.first)
+    telling = {name: error for name, error in errors.items() if name not in vanishing}
+    together = total_error_of(record.first, exact.first)
+    out = outstanding(telling, {name: floor[name] for name in telling if name in floor}, together)
+    gap = worst_gap(record.losses, exact.losses, basis.floor.losses) or (None, None)
+    parts = (size for part, size in record.memory.items() if part != "peak")
+    result = LevelResult(
+        level,
+        losses=record.losses,
+        loss_gap=gap[0],
+        loss_gap_allowed=gap[1],
+        gradient_error=together if telling else None,
+        median_error=median_of(telling.values()) if telling else None,
+        modules=tuple(ModuleError(name, telling.get(name), name in out) for name in errors),
+        skipped=sum(record.skipped),
+        scale_search=searched,
+        still=mean_of(record.still) if record.still else None,
+        seconds=statistics.median(record.seconds) if record.seconds else None,
+        memory=record.memory | {"total": record.memory.get("peak") or sum(parts)},
+    )
+    problems = tuple(problems_of(result, basis.name, still_at_o0))
+    is_remarked = bool(record.small) and not problems
+    remarks = (Problem("small_layers", record.small),) if is_remarked else ()
+    return replace(result, problems=problems, remarks=remarks)
 
 
 Losses = dict[str, list[float]]
@@ -51,32 +167,21 @@ def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> tuple[float, 
     return max(gaps, key=lambda gap: gap[0] / (gap[1] or math.ulp(0.0)), default=None)
 
 
-def outstanding(errors: dict[str, Error], floor: dict[str, Error], together: float) -> set[str]:
-    """Return the modules whose error is far above the median at this level.
+def outstanding(errors: dict[str, float], floor: dict[str, float], together: float) -> set[str]:
+    """Return the modules whose error is too large.
 
-    A module whose error is above the median in FP32 already may have more error, in proportion. A fault
-    in the forward spoils the gradients of most modules; then the worst module stands out.
+    A fault in the forward spoils the gradients of most modules; then it is the worst one.
 
     Args:
         errors: the errors of the modules at one level.
-        floor: their errors in FP32.
+        floor: their errors in FP32. A module whose error is above the median there may have more error.
         together: the error of all gradients as one vector.
     """
-    usual = median_of(error.relative for error in errors.values())
-    usual_in_floor = median_of(error.relative for error in floor.values())
-
-    def is_allowed(name: str, relative: float) -> bool:
-        in_floor = floor[name].relative if name in floor else 0.0
-        harder = max(1.0, in_floor / usual_in_floor) if usual_in_floor else 1.0
-        most = MEDIANS * usual * harder
-        if together <= LARGEST_ERROR:  # else most modules are above it
-            most = min(most, LARGEST_ERROR * max(1.0, harder / 2))
-        return relative <= max(LEAST_ERROR, most)
-
-    found = {name for name, error in errors.items() if not is_allowed(name, error.relative)}
-    if not found and errors and not together <= LARGEST_ERROR:
-        found = {max(errors, key=lambda name: errors[name].relative)}
-    return found
+    if errors and not together <= LARGEST_ERROR:
+        return {max(errors, key=errors.__getitem__)}
+    usual = median_of(floor.values()) or math.inf
+    harder = {name: max(1.0, floor.get(name, 0.0) / usual / 2) for name in errors}
+    return {name for name, error in errors.items() if error > LARGEST_ERROR * harder[name]}
 
 
 def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) -> Iterator[Problem]:
@@ -101,37 +206,16 @@ def problems_of(result: LevelResult, reference: str, still_at_o0: float | None) 
 
 
 def _problems_of_gradients(result: LevelResult) -> Iterator[Problem]:
-    worst = next(iter(result.standing_out), None)
-    if worst is None or worst.error is None or worst.error <= LARGEST_ERROR:
-        return
-    together = result.gradient_error or 0.0
-    if worst.error == math.inf:
-        yield Problem("gradient_error", f"the first gradient of {worst.module} is not finite")
-    elif together > LARGEST_ERROR:
-        what = f"the gradient of {worst.module} is off by {percent(worst.error)}"
-        yield Problem("gradient_error", f"{what}, and all together are off by {percent(together)}")
-    else:
-        yield Problem("module_stands_out", _standing_out(result))
-
-
-def remarks_of(result: LevelResult, small: str = "") -> Iterator[Problem]:
-    """Yield remarks on a healthy level: they deserve a look, but do not speak against the level.
-
-    `small` is a sentence on layers that are too small to gain in FP8, or an empty string.
-    """
-    if result.standing_out and not result.problems:
-        yield Problem("module_stands_out", _standing_out(result))
-    if small and not result.problems:
-        yield Problem("small_layers", small)
-
-
-def _standing_out(result: LevelResult) -> str:
-    worst, *others = result.standing_out
-    more = f" and {len(others)} more" if others else ""
-    off = f"off by {'up to ' if more else ''}{percent(worst.error)}"
-    gradients = "gradients" if more else "gradient"
-    usual = f"the median is {percent(result.median_error)}"
-    return f"the {gradients} of {worst.module}{more} {'are' if more else 'is'} {off}; {usual}"
+    for worst in result.standing_out[:1]:
+        together, what = result.gradient_error or 0.0, f"the gradient of {worst.module} is off by "
+        what += percent(worst.error)
+        if worst.error == math.inf:
+            yield Problem("gradient_error", f"the first gradient of {worst.module} is not finite")
+        elif together > LARGEST_ERROR:
+            yield Problem("gradient_error", f"{what}, and all together are off by {percent(together)}")
+        else:
+            median = percent(result.median_error)
+            yield Problem("module_stands_out", f"{what}; the median is {median}")
 
 
 def percent(value: float | None) -> str:
@@ -153,30 +237,21 @@ def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) ->
         what = levels[0].problems[0].what
         return None, f"At {levels[0].level} {what}: precision is not the cause."
     on_gpu = device == "cuda"
-    ranked = _by_order(levels, has_bfloat16) if on_gpu else _by_time(levels)
+    ranked = sorted(levels, key=lambda level: level.seconds or math.inf)
+    ranked = _by_order(levels, has_bfloat16) if on_gpu else ranked
     chosen = next(level for level in ranked if level.is_healthy)
-    before = [level for level in ranked[: ranked.index(chosen)] if level.problems]
-    only = len([level for level in levels if level.is_healthy]) == 1 and len(levels) > 1
     best = "cheapest healthy level on this GPU" if on_gpu else "fastest healthy level here"
-    why = f"It is the {'only healthy level' if only else best}"
-    against = before or ([level for level in levels if level.problems] if only else [])
-    if against:
-        why += f"; {_quoted(against[0])} is not: {against[0].problems[0].what}"
+    why = f"It is the {best}"
+    for worse in [level for level in ranked[: ranked.index(chosen)] if level.problems][:1]:
+        why += f"; {worse.level} is not: {worse.problems[0].what}"
     return chosen.level, f"{why}." + (_of_a_cpu(levels) if device == "cpu" else "")
 
 
 def _of_a_cpu(levels: Sequence[LevelResult]) -> str:
     """Return a hint that times differ on a GPU, and which level to try there."""
     first = next(level for level in _by_order(levels, has_bfloat16=True) if level.is_healthy)
-    there = (
-        "" if first is levels[0] else f", and {_quoted(first)} is the first healthy level to try there"
-    )
+    there = "" if first is levels[0] else f", and {first.level} is the first healthy level to try there"
     return f" Time and memory are those of a CPU: on a GPU half precision is usually faster{there}."
-
-
-def _quoted(level: LevelResult) -> str:
-    """Return the name of a level in a sentence."""
-    return f"'{level.level}'" if " " in level.level else level.level
 
 
 def _by_order(levels: Sequence[LevelResult], has_bfloat16: bool) -> list[LevelResult]:
@@ -185,14 +260,3 @@ def _by_order(levels: Sequence[LevelResult], has_bfloat16: bool) -> list[LevelRe
     # The user's profiles come after the known levels, and O0 last.
     last = len(order)
     return sorted(levels, key=lambda x: last + 1 if x is levels[0] else places.get(x.level, last))
-
-
-def _by_time(levels: Sequence[LevelResult]) -> list[LevelResult]:
-    known = [level.seconds for level in levels if level.seconds is not None and level.is_healthy]
-    fastest = min(known, default=0.0)
-
-    def key(level: LevelResult) -> float:
-        seconds = math.inf if level.seconds is None else level.seconds
-        return fastest if fastest <= seconds <= AS_FAST * fastest else seconds
-
-    return sorted(levels, key=key)

@@ -40,14 +40,14 @@ class Trial:
         steps: how many optimizer steps to make.
         seed: the seed of all random number generators.
         in_float64: whether the model and its inputs are cast to FP64, for a reference.
-        scales: the initial loss scales of each session, in order; empty uses those of the profile.
+        scales: the initial loss scales of all sessions, in order; empty uses those of the profile.
     """
 
     level: Any
     steps: int
     seed: int = 0
     in_float64: bool = False
-    scales: tuple[tuple[float, ...], ...] = ()
+    scales: tuple[float, ...] = ()
 
 
 @dataclass
@@ -60,7 +60,6 @@ class Record:
         losses: by the name of the loss, for each step the sum over its `scale_loss` blocks.
         skipped: for each step, whether an optimizer skipped it.
         first: the gradients of the first step, after clipping.
-        last: the gradients of step `steps - 1`, after clipping.
         still: for each step that was not skipped, the fraction of weights, or of masters if there are
             any, that it did not change although their gradient is not 0.
         seconds: the time of each step but the first, without the observer's own time.
@@ -77,11 +76,10 @@ class Record:
     losses: dict[str, list[float]] = field(default_factory=dict)
     skipped: list[bool] = field(default_factory=list)
     first: ModuleGradients = field(default_factory=dict)
-    last: ModuleGradients = field(default_factory=dict)
     still: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
-    scales: tuple[tuple[float, ...], ...] = ()
+    scales: tuple[float, ...] = ()
     small: str = ""
 
 
@@ -150,7 +148,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         """The most steps that an optimizer has made."""
         return max((log.steps for log in self._logs.values()), default=0)
 
-    def seen(self, error: str = "") -> Record:
+    def seen(self) -> Record:
         """Return the measurements so far. The host waits for the device."""
         logs, record = self._logs.values(), self._record
         steps = min(self.trial.steps, self.steps)
@@ -184,12 +182,11 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
     ) -> None:
         """Begin to measure when there is an optimizer."""
         if session not in self._sessions:
+            given = self.trial.scales[len(self._scales()) :]
+            for scaler, scale in zip(session.scalers, given, strict=False):
+                if scaler.config.dynamic:
+                    scaler.set_scale(scale)
             self._sessions.append(session)
-            place = len(self._sessions) - 1
-            for scales in self.trial.scales[place : place + 1]:
-                for scaler, scale in zip(session.scalers, scales, strict=True):
-                    if scaler.config.dynamic:
-                        scaler.set_scale(scale)
         if session.fp8 is not None:
             self._record.small = session.fp8.small_said
         for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
@@ -289,9 +286,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         return watched
 
     def _note_gradients(self, log: _Log) -> None:
-        """Keep the gradients of the first step and of the last."""
-        kept = {self.trial.steps - 1: self._record.last, 0: self._record.first}
-        if log.steps not in kept:
+        """Keep the gradients of the first step."""
+        if log.steps:
             return
         deferred = log.attached.gradients.deferral.for_step(log.attached.gradients.parameters.pairs)
         values = unscaled(deferred.grads.now(), deferred.inv_scale) if deferred.grads else ()
@@ -301,7 +297,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         }
         for parameter, name in self._names(log.attached.owner):
             if id(parameter) in grads:
-                kept[log.steps].setdefault(name, []).append(_on_host(grads[id(parameter)]))
+                self._record.first.setdefault(name, []).append(_on_host(grads[id(parameter)]))
 
     def _names(self, session: Session) -> Iterator[tuple[Tensor, str]]:
         """Yield the parameters of a session, each with the name of the module that owns it."""
@@ -330,8 +326,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         if not record.scales and all(False in each.skipped for each in self._logs.values()):
             record.scales = self._scales()
 
-    def _scales(self) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(each.loss_scale() for each in one.scalers) for one in self._sessions)
+    def _scales(self) -> tuple[float, ...]:
+        return tuple(each.loss_scale() for one in self._sessions for each in one.scalers)
 
     def _note_weights(self, log: _Log) -> None:
         """Note the bytes of weights, masters and optimizer state."""

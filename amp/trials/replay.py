@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -23,10 +23,7 @@ from amp.casting.by_op import CastOps
 from amp.casting.cast_hooks import ModelInputs, cast_inputs_to
 from amp.casting.module_rules import run_in_float32
 from amp.casting.regions import disable_casts
-from amp.diagnosis.causes import findings_of
 from amp.diagnosis.diagnose import open_scale
-from amp.diagnosis.findings import Finding
-from amp.diagnosis.guard import Unfollowed
 from amp.diagnosis.places import modules_of, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
@@ -50,9 +47,6 @@ class Replay:
         models: the models, by the prefix of the names of their modules.
         owner: the session.
         runs: how many runs were made.
-        ops: how many ops the last of them had.
-        unfollowed: counts what could not be followed in the last of them.
-        is_finite: whether the loss and the gradients of the last one were finite.
     """
 
     def __init__(
@@ -63,16 +57,15 @@ class Replay:
         attached: Sequence[AttachedOptimizer] = (),
     ) -> None:
         self._step, self.models, self.owner, self._attached = step, models, owner, attached
-        self.runs = self.ops = 0
-        self.is_finite, self.unfollowed = True, Unfollowed()
+        self.runs = 0
 
     def run(
         self,
         modules: Sequence[str] = (),
         scale: float | None = None,
         arguments: Sequence[str] = (),
-    ) -> list[Finding]:
-        """Run the step with some modules in FP32, at a loss scale, and return what went wrong.
+    ) -> tuple[Shadow, Any]:
+        """Run the step with some modules in FP32, at a loss scale; return its shadow, and its result.
 
         Args:
             modules: the modules' names; "" is the whole model, and what runs outside of it.
@@ -82,31 +75,19 @@ class Replay:
         Raises:
             Exception: an error of the step; the state is restored then too.
         """
-        shadow = Shadow(self.models, functools.partial(open_scale, self._attached))
-        self.watched_by(shadow, modules, scale, arguments)
-        self.ops, self.unfollowed = len(shadow.ops), shadow.unfollowed
-        self.is_finite = not (shadow.gradients.bad_loss or shadow.gradients.bad)
-        return findings_of(shadow)
-
-    def watched_by(
-        self,
-        watcher: AbstractContextManager[Any],
-        modules: Sequence[str] = (),
-        scale: float | None = None,
-        arguments: Sequence[str] = (),
-    ) -> Any:
-        """Run the step like `run`, but inside a given context manager, and return the step's result."""
         self.runs += 1
         with ExitStack() as stack:
             self._keep_all(stack)
             self._run_in_float32(modules, stack)
             if arguments:
                 self._uncast(arguments, stack)
-            stack.enter_context(watcher)
+            shadow = stack.enter_context(
+                Shadow(self.models, functools.partial(open_scale, self._attached))
+            )
             if scale is not None:
                 for scaler in self.owner.scalers:
                     scaler.set_scale(scale)
-            return self._step()
+            return shadow, self._step()
 
     # Each of these is undone when the stack ends.
 

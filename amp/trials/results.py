@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import amp
+from amp.numerics import lab
 from amp.terminal.text import Printer, plain
-from amp.trials import page
+
+_HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -18,8 +22,8 @@ class Problem:
 
     Attributes:
         cause: `not_run`, `loss_not_finite`, `steps_skipped`, `loss_gap`, `module_stands_out`,
-            `gradient_error` or `weights_stand_still`; of a remark also `small_layers`, which do not
-            gain in FP8. The names are stable.
+            `gradient_error` or `weights_stand_still`; of a remark `small_layers`, which do not gain in
+            FP8. The names are stable.
         what: the problem in a sentence, with the numbers.
     """
 
@@ -35,19 +39,12 @@ class ModuleError:
         module: the module's name.
         error: |g - r| / |r| at the first step, where the weights are the same; None for a gradient
             that is 0 up to rounding errors.
-        cosine: the cosine of the angle between g and r at the first step; None like `error`.
-        later_error: |g - r| / |r| at the last step. By then the weights of the runs differ too, and
-            this includes that difference.
-        later_cosine: the cosine at the last step.
-        stands_out: whether the error is far above the median at this level, or the largest one if the
-            error of all gradients together is too large.
+        stands_out: whether the error is too large, or the largest one if that of all gradients together
+            is too large.
     """
 
     module: str
     error: float | None
-    cosine: float | None
-    later_error: float | None = None
-    later_cosine: float | None = None
     stands_out: bool = False
 
 
@@ -64,10 +61,7 @@ class LevelResult:
             with several losses, that of the worst one.
         loss_gap_allowed: the largest gap within noise, for that loss.
         gradient_error: |g - r| / |r| of all gradients of the first step, as one vector.
-        gradient_cosine: the cosine of the angle between g and r at the first step.
         median_error: the median of the modules' errors at the first step.
-        later_error: |g - r| / |r| of all gradients of the last step, as one vector.
-        later_cosine: the cosine of the angle between g and r at the last step.
         modules: the error of each module.
         skipped: how many steps were skipped.
         scale_search: how many steps earlier runs skipped until the loss scale fitted; the reported run
@@ -84,10 +78,7 @@ class LevelResult:
     loss_gap: float | None = None
     loss_gap_allowed: float | None = None
     gradient_error: float | None = None
-    gradient_cosine: float | None = None
     median_error: float | None = None
-    later_error: float | None = None
-    later_cosine: float | None = None
     modules: tuple[ModuleError, ...] = ()
     skipped: int = 0
     scale_search: int = 0
@@ -148,16 +139,12 @@ class Comparison:
         return next(each for each in self.levels if each.level == level)
 
     def __str__(self) -> str:
-        return self.describe()
-
-    def describe(self) -> str:
-        """Return a text: a table, the problems of each level, and the level to take."""
         stream = io.StringIO()
         self.print_to(Printer(stream))
         return stream.getvalue().rstrip("\n")
 
     def print_to(self, printer: Printer) -> None:
-        """Write the text of `describe`, with the printer's colours."""
+        """Write a table, the problems of each level, and the level to take, with colours."""
         printer.line(
             f"{self.steps} steps on {self.device}, seed {self.seed}; compared with the same run in "
             f"{self.reference}"
@@ -189,7 +176,7 @@ class Comparison:
         Raises:
             AmpValueError: the file cannot be written, or another kind of file is there.
         """
-        return page.write(self.to_json(), path)
+        return lab.write_page(Path(path), page(self.to_json()))
 
 
 _HEADER = (
@@ -218,3 +205,17 @@ def _row(level: LevelResult) -> tuple[str, ...]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.2g}"
+
+
+def page(comparison: dict[str, Any]) -> str:
+    """Return the page as HTML, from the result of `Comparison.to_json`."""
+    data = json.dumps(comparison, separators=(",", ":"))
+    text = (_HERE / "compare.html").read_text(encoding="utf-8")
+    for mark, content in (
+        ("/*CSS*/", lab.style() + (_HERE / "compare.css").read_text(encoding="utf-8")),
+        ("/*VERSION*/", amp.__version__),
+        ("/*JS*/", (_HERE / "compare.js").read_text(encoding="utf-8")),
+        ("/*DATA*/", data.replace("<", "\\u003c")),  # last: names may contain any text, even a mark
+    ):
+        text = text.replace(mark, content)
+    return text

@@ -18,13 +18,10 @@ from amp.terminal.command import Answer, argument, command
 from amp.terminal.output_files import check_output
 from amp.terminal.progress import Progress
 from amp.terminal.text import Printer
-from amp.trials.comparing import LEVELS, REFERENCES, InScript, check_request, compare_runs
+from amp.trials.comparing import LEVELS, check_request, compare_runs
 from amp.trials.explaining import chosen
-from amp.trials.injecting import AS_IS
 from amp.trials.scripts import Script, wait_for_ranks
 
-_MOST_STEPS = 10_000
-"""Each of them takes as long as many steps."""
 _SCRIPT = (
     argument("script", "a script that trains, with amp or without it", nargs="?"),
     argument("-m", "instead of a script, a module, as in python -m MODULE", dest="module"),
@@ -44,7 +41,6 @@ def _script_of(arguments: argparse.Namespace) -> list[str]:
     argument("--levels", f"({','.join(LEVELS)})", default=",".join(LEVELS)),
     argument("--steps", "optimizer steps of each run (25)", type=int, default=25),
     argument("--seed", "the seed of all random numbers (0)", type=int, default=0),
-    argument("--reference", f"{' or '.join(REFERENCES)} (fp64)", default="fp64"),
     argument("--out", "write a page with the curves and a heat map", metavar="FILE"),
     takes_a_script=True,
 )
@@ -60,12 +56,11 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
     what = _script_of(arguments)
     levels = [level.strip() for level in arguments.levels.split(",") if level.strip()]
     # before minutes are spent
-    check_request(levels, arguments.steps, arguments.reference, arguments.seed)
+    check_request(levels, arguments.steps, arguments.seed)
     if arguments.out:
         check_output(Path(arguments.out))
     script = Script(what, progress := Progress(arguments.json))
-    chosen = levels, arguments.steps, arguments.seed, arguments.reference
-    found = compare_runs(InScript(script), *chosen, lambda: [AS_IS] * script.is_injected, progress.note)
+    found = compare_runs(script.run, levels, arguments.steps, arguments.seed, progress.note)
     found = replace(found, notes=(*found.notes, *script.notes))
     found.print_to(printer)
     if arguments.out:
@@ -84,10 +79,9 @@ def _look_of(line: str) -> str:
 @command(
     "doctor",
     *_SCRIPT,
-    argument("--steps", "optimizer steps to look at (3)", type=int, default=3),
     argument("--opt-level", "a level, instead of the script's own precision"),
     argument("--level", argparse.SUPPRESS, dest="opt_level"),  # its name once
-    argument("--at", "steps to look at in a script without amp (1,4,20)", default="1,4,20"),
+    argument("--at", "optimizer steps to look at (1,4,20)", default="1,4,20"),
     takes_a_script=True,
 )
 def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
@@ -95,28 +89,20 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
 
     reamp doctor train.py
     reamp doctor train.py --at 1,100
-    reamp doctor train.py --opt-level O2 --steps 5 -- --epochs 1
+    reamp doctor train.py --opt-level O2 --at 1,2,3 -- --epochs 1
     reamp doctor -m package.train --json
 
     exit status: 0 healthy, 1 something was found or the script failed, 2 an error
     """
     what = _script_of(arguments)
-    if not 1 <= arguments.steps <= _MOST_STEPS:
-        raise AmpValueError(f"--steps {arguments.steps} must be from 1 to {_MOST_STEPS}")
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)
     given = [step.strip() for step in arguments.at.split(",")]
     at = sorted({int(step) if step.isdecimal() else 0 for step in given})
     if at[0] < 1 or at[-1] > sys.maxsize:
         raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
-    options = {"steps": arguments.steps, "at": at}
     script = Script(what, Progress(arguments.json))
-    found, error = script.watched_by("doctor", options, arguments.opt_level)
-    if (
-        any(x.cause == "fails" for x in found.findings)
-        and Script(what).watched_by("doctor", options, "O0")[1]
-    ):
-        found.findings = [x for x in found.findings if x.cause != "fails"]  # at any level
+    found, error = script.watched_by("doctor", {"at": at}, arguments.opt_level)
     if error and not (found.findings or found.is_healthy):
         raise script.failure(error)
     if not (found.findings or found.is_healthy):
@@ -126,8 +112,7 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
     rank = os.environ.get("RANK")
     if rank is not None:  # each process of torchrun reports
         printer.line(f"rank {rank}:")
-    if about := getattr(found, "about", ""):
-        printer.line(about, "quiet")
+    printer.line(found.about, "quiet")
     for line in str(found).split("\n"):
         printer.line(line, _look_of(line))
     for warning in script.warnings:
@@ -164,7 +149,7 @@ def _explain(arguments: argparse.Namespace, printer: Printer) -> Any:
     if arguments.opt_level is not None:
         load_profile(arguments.opt_level)
     script = Script([arguments.script, *arguments.for_the_script], Progress(arguments.json))
-    seen, error = script.watched_by("explain", {"at": [1], "steps": 1}, arguments.opt_level)
+    seen, error = script.watched_by("explain", {"at": [1]}, arguments.opt_level)
     if seen is None:
         raise script.failure(error or "it ended before", "the script ran no forward of a model")
     found = chosen(seen, arguments.op, arguments.module)

@@ -15,14 +15,13 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp.compat import run as running
 from amp.compat.run import runner
-from amp.diagnosis.attaching import Training
 from amp.errors import AmpWarning
 from amp.observers import Observer, observing
-from amp.trials.injecting import AS_IS, Injected
+from amp.trials.injecting import Injected
 from amp.trials.observing import RunObserver, Trial
 from amp.trials.random_numbers import seed_random_numbers
 from amp.trials.script_watching import ScriptWatch
@@ -33,7 +32,7 @@ WATCHERS: dict[str, Callable[[dict[str, Any], bool, Callable[[], None]], Any]] =
     "explain": lambda options, needs_amp, end: ScriptWatch(needs_amp, end, explains=True, **options),
 }
 """What watches a script, made of its options, of whether it needs amp, and of what ends the script: a
-context manager with `steps`, `last_step`, `has_begun`, `is_complete` and `seen(error)`."""
+context manager with `steps`, `last_step`, `has_begun`, `is_complete` and `seen()`."""
 
 
 class _EnoughError(BaseException):
@@ -49,14 +48,14 @@ def main(job: str) -> None:
     given = json.loads(job)
     threading.Thread(target=_end_with, args=[given["alive"]], daemon=True).start()
     process = os.getpid()
-    found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "scale": None, "warnings": []}
+    found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "warnings": []}
     injected: Injected | None = None
 
     def save() -> None:
-        found["has_begun"], found["seen"] = watcher.has_begun, watcher.seen(found["error"])
+        found["has_begun"], found["seen"] = watcher.has_begun, watcher.seen()
         found["made"] = watcher.steps
         if injected is not None:
-            found["notes"], found["scale"] = injected.notes, injected.scale
+            found["notes"] = injected.notes
         with open(given["result"], "wb", closefd=False) as file:
             file.seek(0)
             torch.save(found, file)
@@ -73,6 +72,10 @@ def main(job: str) -> None:
             os._exit(0)  # an exception would end this thread alone
         raise _EnoughError
 
+    def end_without_amp(*_: Any) -> None:
+        if not watcher.has_begun:
+            end()
+
     def warned(*args: Any, **kwargs: Any) -> None:
         if issubclass(args[1], AmpWarning):
             found["warnings"].append(str(args[0]))
@@ -86,12 +89,12 @@ def main(job: str) -> None:
     watcher.tell = lambda text: os.write(given["steps"], f"# {text}\n".encode())
     with watcher, ExitStack() as stack:
         if given["injects"]:
-            injected = stack.enter_context(Injected(given["level"] or AS_IS, given["scale"]))
+            injected = stack.enter_context(Injected(given["level"]))
         else:
             if given["level"] is not None:
                 stack.enter_context(observing(AtLevel(given["level"])))
             if given["needs_amp"]:
-                stack.enter_context(_Guard(watcher, end))
+                register_optimizer_step_pre_hook(end_without_amp)
         register_optimizer_step_post_hook(tell)
         found["error"], found["traceback"] = _error_of(run)
         if os.getpid() != process:
@@ -131,19 +134,6 @@ def _error_of(run: Callable[[], object]) -> tuple[str, str]:
 
 def _is_users(file: str) -> bool:
     return not (file.startswith("<") or file in (__file__, running.__file__, runpy.__file__))
-
-
-class _Guard(Training):
-    """Ends a script at its first step, if it does not use amp."""
-
-    def __init__(self, watcher: Any, end: Callable[[], None]) -> None:
-        super().__init__()
-        self._watcher, self._end = watcher, end
-
-    def optimizer_steps(self, optimizer: Any) -> None:
-        """End the script."""
-        if not self._watcher.has_begun:
-            self._end()
 
 
 class AtLevel(Observer):

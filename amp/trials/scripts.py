@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import amp
 from amp.diagnosis.findings import Report
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.terminal.progress import Progress
-from amp.trials.injecting import AS_IS
+from amp.trials.observing import Record, Trial
 
 _ROOT = Path(amp.__file__).parents[1]
 
@@ -80,7 +81,6 @@ class Script:
             "arguments": self._arguments,
             "level": level,
             "seed": seed,
-            "scale": None,
             "injects": self.is_injected,
             "needs_amp": needs_amp,
         }
@@ -88,8 +88,6 @@ class Script:
         if needs_amp and not found["has_begun"] and not found["error"] and not self.is_injected:
             self.is_injected = job["injects"] = True
             found = self._seen(job)
-        if found["scale"] is not None and level == AS_IS:
-            found = self._seen(job | {"scale": found["scale"]})
         self.traceback, self.warnings = found["traceback"], list(dict.fromkeys(found["warnings"]))
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
         if not found["has_begun"] and found["made"] and isinstance(found["seen"], Report):
@@ -102,6 +100,20 @@ class Script:
                 "in processes that it starts, use amp.watch()"
             )
         return found["seen"], found["error"]
+
+    def run(self, trial: Trial) -> Record:
+        """Make a run to compare with others.
+
+        Raises:
+            AmpRuntimeError: the script failed, or trained nothing.
+        """
+        record: Record
+        record, error = self.watched_by("compare", asdict(trial), trial.level, trial.seed)
+        if error:
+            raise self.failure(error)
+        if not record.skipped:
+            raise AmpRuntimeError("the script ended before its first optimizer.step()")
+        return record
 
     def failure(self, error: str, what: str = "the script failed") -> AmpRuntimeError:
         """Return an error with what the script has raised, and with its traceback as a note."""
@@ -123,11 +135,7 @@ def memory_of(path: str) -> tuple[int, float]:
     Raises:
         AmpRuntimeError: the script failed, or trains nothing.
     """
-    script = Script([path])
-    options = {"level": "O0", "steps": 1}
-    record, error = script.watched_by("compare", options, "O0", 0)
-    if error:
-        raise script.failure(error)
+    record = Script([path]).run(Trial("O0", 1))
     return record.memory["weights"] // 4, record.memory.get("activations", 0) / 4
 
 

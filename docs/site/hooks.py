@@ -35,7 +35,7 @@ API = {
     "diagnosis": (
         "Diagnosis",
         "diagnose diagnosis.Report diagnosis.Finding doctor trials.Prescription trials.Cure check "
-        "trials.Checkup compare trials.Comparison trials.LevelResult trials.ModuleError trials.Problem "
+        "compare trials.Comparison trials.LevelResult trials.ModuleError trials.Problem "
         "explain trials.Explanation trials.Explained",
     ),
     "grad_scaler": ("GradScaler", "GradScaler"),
@@ -79,7 +79,6 @@ ELSEWHERE = {
     "diagnosis.Finding": "amp.diagnosis.findings",
     "trials.Prescription": "amp.trials.cures",
     "trials.Cure": "amp.trials.cures",
-    "trials.Checkup": "amp.trials.checking",
     "trials.Comparison": "amp.trials.results",
     "trials.LevelResult": "amp.trials.results",
     "trials.ModuleError": "amp.trials.results",

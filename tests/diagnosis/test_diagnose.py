@@ -116,7 +116,7 @@ def test_scores_that_are_too_large(level: str) -> None:
     assert "matmul(q, k" in Path(finding.file).read_text().splitlines()[finding.line - 1]
     assert len(finding.reached) == 32
     assert "rules: [{module: blocks.1.attn, cast: float32}]" in finding.advice
-    assert [finding.cause for finding in report.findings] == ["range", "unchecked"]
+    assert [finding.cause for finding in report.findings] == ["range"]
 
 
 def test_an_exponential() -> None:
@@ -146,7 +146,7 @@ def test_a_mask_that_is_cast() -> None:
     mask = torch.zeros(8, 1, T)
     mask[3] = -1e9
     report = diagnosed(net(), "O2", batch(), mask)
-    assert [finding.cause for finding in report.findings] == ["cast", "unchecked"]
+    assert [finding.cause for finding in report.findings] == ["cast"]
     assert "argument 'mask' was cast to float16, and -1e+09 became -inf" in report.findings[0].what
     assert "rules:" not in str(report)
 
@@ -166,15 +166,12 @@ def test_a_batch_with_a_nan() -> None:
 
 
 @pytest.mark.parametrize("level", ["O4", "O5"])
-@pytest.mark.parametrize("check", [True, False])
-def test_a_batch_with_a_nan_where_nothing_is_checked(level: str, check: bool) -> None:
+def test_a_batch_with_a_nan_where_nothing_is_checked(level: str) -> None:
     x = batch()
     x[5, 3, 7] = math.nan
-    scale = {"mode": "static", "init": 1, "check": check}
+    scale = {"mode": "static", "init": 1, "check": False}
     report = diagnosed(net(), level, x, scale=scale)
-    assert [finding.cause for finding in report.findings] == ["data", *["unchecked"] * (not check)]
-    if not check:
-        assert report.findings[1].advice == "loss_scale: {mode: static, init: 1, check: true}"
+    assert [finding.cause for finding in report.findings] == ["data"]
 
 
 def test_a_target_with_an_inf_is_data_too() -> None:
@@ -431,10 +428,10 @@ def test_a_whole_model_of_several_is_named_by_its_number() -> None:
 
 def test_names_of_causes_are_stable() -> None:
     report = diagnosed(net(gain=500.0), "O2")
-    finding, _ = json.loads(json.dumps(report.to_json()))["findings"]
+    (finding,) = json.loads(json.dumps(report.to_json()))["findings"]
     assert finding["cause"] in CAUSES
     assert finding["module"] == "blocks.1.attn"
-    assert "flow:\nrange: forward torch.matmul, in blocks.1.attn, " in str(report)
+    assert str(report).startswith("range: forward torch.matmul, in blocks.1.attn, ")
 
 
 def test_what_is_no_module_is_refused() -> None:

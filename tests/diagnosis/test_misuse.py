@@ -16,57 +16,6 @@ from tests.diagnosis.users_scripts import X, Y, here, net, steps
 F16, BF16 = torch.float16, torch.bfloat16
 
 
-@pytest.mark.parametrize("keeps_gradients", [False, True])
-@pytest.mark.parametrize("is_scaled", [False, True])
-def test_one_of_two_losses_that_is_not_scaled(is_scaled: bool, keeps_gradients: bool) -> None:
-    """The scaler divides its gradients too, and by nothing that they were multiplied by."""
-    body, head = net(), nn.Linear(4, 16)
-    with amp.watch(at=[1]) as watch:
-        optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()], 1e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for _ in range(2):
-            with torch.autocast("cpu", F16):
-                y = body(X)
-                loss, second = F.cross_entropy(y.float(), Y), F.mse_loss(head(y).float(), X)
-            made_at = here(1)
-            optimizer.zero_grad(set_to_none=not keeps_gradients)
-            scaler.scale(loss).backward(retain_graph=True)
-            ((scaler.scale(second) / 2) if is_scaled else second).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    found = [(x.cause, x.line) for x in watch.report.findings]
-    assert found == ([] if is_scaled else [("order", made_at)])
-
-
-@pytest.mark.parametrize("sets_to_none", [False, True])
-def test_losses_whose_gradients_are_not_mixed_need_no_scale(sets_to_none: bool) -> None:
-    """As in an attack on the inputs, and of a model that has an optimizer of its own."""
-    model, other = net(), nn.Linear(16, 1)
-    with amp.watch(at=[1, 2]) as watch:
-        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
-        second = torch.optim.Adam(other.parameters(), 1e-3)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for _ in range(3):
-            x = X.clone().requires_grad_()
-            with torch.autocast("cpu", F16):
-                attack = F.cross_entropy(model(x).float(), Y)
-            attack.backward()
-            assert x.grad is not None
-            x = (x + 0.01 * x.grad.sign()).detach()
-            optimizer.zero_grad(set_to_none=sets_to_none)
-            second.zero_grad(set_to_none=sets_to_none)
-            for _ in steps(second, 1):  # before the scaler is used for the first time
-                F.softplus(other(x)).mean().backward()
-            with torch.autocast("cpu", F16):
-                loss = F.cross_entropy(model(x).float(), Y)
-            # Gradients of the other model are added to its own, and are not unscaled.
-            scaler.scale(loss - F.softplus(other(model[0].weight)).mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=sets_to_none)
-    assert watch.report.is_healthy, watch.report
-
-
 def autocast(is_in: bool, **options: Any) -> Any:
     return torch.autocast("cpu", BF16, **options) if is_in else contextlib.nullcontext()
 
@@ -207,25 +156,6 @@ def test_a_block_of_scale_loss_that_is_left_out(scales: bool) -> None:
                 loss.backward()
     found = [(x.cause, "amp.scale_loss(loss, optimizer)" in x.advice) for x in watch.report.findings]
     assert found == ([] if scales else [("underflow", True)])
-
-
-@pytest.mark.parametrize("dtype", [F16, torch.float32])
-def test_a_step_that_loses_the_gradient_in_a_cast(dtype: torch.dtype) -> None:
-    """The weights have room for the change, which is 0 before it is added."""
-    model = net()
-
-    class Normalized(torch.optim.Optimizer):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
-            for p in self.param_groups[0]["params"]:
-                grad = p.grad.to(dtype).float()
-                p.data.add_(grad / (grad.norm() + 1e-30), alpha=-0.1)
-
-    with amp.watch(at=[1]) as watch:
-        optimizer = Normalized(model.parameters(), {})
-        for _ in steps(optimizer):
-            (F.cross_entropy(model(X), Y) * 1e-9).backward()
-    found = [(x.cause, "were lost before" in x.advice) for x in watch.report.findings]
-    assert found == ([("still", True)] if dtype is F16 else [])
 
 
 def test_a_wrong_call_is_named_before_the_overflow_that_follows() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from amp.diagnosis import arming, diagnose, watching
+from amp.diagnosis import diagnose, watching
 from amp.diagnosis.guard import guarded
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
@@ -86,17 +86,17 @@ def overflowed(session: amp.Session, model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("where", [diagnose, arming, watching])
-def test_an_error_in_the_search_for_causes(where: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(where, "findings_of", planned)
+@pytest.mark.parametrize("by", ["diagnose", "on_overflow", "watch"])
+def test_an_error_in_the_search_for_causes(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching if by == "watch" else diagnose, "findings_of", planned)
     model: Any = nn.Linear(4, 2)
     with amp.Session("O1", verbosity=0, diagnose="on_overflow") as session:
         model, optimizer = session.initialize(model, torch.optim.SGD(model.parameters(), 0.1))
         said: Any
-        if where is diagnose:
+        if by == "diagnose":
             with amp.diagnose(model, optimizer) as said:
                 overflowed(session, model, optimizer)
-        elif where is watching:
+        elif by == "watch":
             with amp.watch() as watch:
                 overflowed(session, model, optimizer)
             said = watch.report

@@ -317,73 +317,6 @@ def line_of(finding: Finding) -> str:
     return linecache.getline(finding.file, finding.line)
 
 
-@pytest.mark.parametrize("kind", ["bias before a batch norm", "small decay"])
-def test_wide_weights_whose_change_does_not_matter_may_stand_still(kind: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-    with amp.watch(at=[2]) as watch:
-        if kind == "small decay":
-            optimizer = torch.optim.AdamW(model.parameters(), 1e-6, weight_decay=1e-2)
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-        for _ in steps(optimizer):
-            F.cross_entropy(model(X), Y).backward()
-    assert watch.report.is_healthy, str(watch.report)
-
-
-CODES = torch.randn(32, 8, generator=torch.Generator().manual_seed(0)) + 64
-CHOICES: dict[str, Any] = {
-    "argmin": lambda d: d.argmin(1),
-    "of all": lambda d: torch.stack([row.argmin() for row in d]),
-    "min": lambda d: d.min(dim=1).indices,
-    "max": lambda d: (-d).max(dim=1).indices,
-    "topk": lambda d: d.topk(3, largest=False).indices[:, 0],
-    "sort": lambda d: d.sort(-1).indices[:, 0],
-    "max of columns": lambda d: (-d.t()).max(0)[1],
-}
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float64])
-@pytest.mark.parametrize("choice", CHOICES)
-def test_a_choice_by_rounded_distances(choice: str, dtype: torch.dtype) -> None:
-    """The gradients of what was chosen are right, and the codes are wrong."""
-    model, lines = net(), []
-    with amp.watch(at=[1]) as watch:
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-        for _ in steps(optimizer):
-            z, codes = CODES.roll(1, 1).to(dtype), CODES.to(dtype)
-            squares = (z * z).sum(1, keepdim=True)
-            d = squares - 2 * z @ codes.T + (codes * codes).sum(1)
-            lines += [here(2), here(1)]
-            chosen = CHOICES[choice](d)
-            y = model(X) + CODES[chosen].mean()
-            F.cross_entropy(y, Y).backward()
-    found = watch.report.findings
-    assert bool(found) is (dtype is BF16)
-    for one in found[:1]:
-        assert one.cause in ("cancellation", "rounding")
-        assert one.line in lines
-        assert "chooses wrongly in" in one.what
-        assert "keep float32 until after line" in one.advice
-
-
-def test_choices_among_equals_and_into_given_tensors_are_no_finding() -> None:
-    """Near equals change places, and an op that writes to a tensor of the script does so once."""
-    torch.manual_seed(0)
-    model, values, indices = net(), torch.zeros(64, dtype=BF16), torch.zeros(64, dtype=torch.long)
-    with amp.watch(at=[1]) as watch:
-        optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-        for _ in steps(optimizer):
-            y = model(X)
-            near = torch.randn(64, 8).bfloat16() * 1.001
-            torch.max(near, 1, out=(values, indices))
-            assert torch.equal(near.argmax(1), indices)
-            assert near[:, :1].argmax(1).sum() + near[0, 0].argmax() == 0  # one element has no spread
-            F.cross_entropy(y, near.round().topk(1).indices[:, 0] % 4).backward()
-    assert watch.report.is_healthy
-    assert torch.equal(values, near.amax(1))
-
-
 @pytest.mark.parametrize("mean", [True, False])
 def test_a_loss_of_what_a_mask_has_set_to_minus_infinity(mean: bool) -> None:
     """As of label smoothing over a padded vocabulary; the gradients are finite."""
@@ -412,26 +345,6 @@ def test_one_call_for_two_ops_is_not_advised_for_a_sum_of_several() -> None:
     (found,) = named(watch, "underflow")
     assert "log_softmax, which" not in found.advice
     assert "logsumexp" in found.advice
-
-
-@pytest.mark.parametrize("dtype", [BF16, torch.float32])
-@pytest.mark.parametrize("by", ["bucketize", "searchsorted"])
-def test_places_of_rounded_numbers_among_others(by: str, dtype: torch.dtype) -> None:
-    model, table = net(), nn.Embedding(402, 4)
-    with amp.watch(at=[1]) as watch:
-        optimizer = torch.optim.SGD([*model.parameters(), *table.parameters()], 1e-2)
-        for _ in steps(optimizer):
-            edges, x = torch.linspace(0, 1000, 400), torch.linspace(1, 999, 64)
-            rounded = x.to(dtype)
-            cast_at = here(1)
-            at = (
-                torch.bucketize(rounded.float(), edges)
-                if by == "bucketize"
-                else torch.searchsorted(edges, rounded.float())
-            )
-            F.cross_entropy(model(X) + table(at), Y).backward()
-    found = [(x.line, "which chooses wrongly in" in x.what) for x in watch.report.findings]
-    assert found == ([(cast_at, True)] if dtype is BF16 else [])
 
 
 LOSING: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {

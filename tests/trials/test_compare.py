@@ -10,7 +10,6 @@ import re
 import shutil
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,13 +24,19 @@ from torch.nn import functional as F
 import amp
 from amp.cli import main
 from amp.observers import observing
-from amp.trials import comparing, page, script_commands, script_process
+from amp.trials import comparing, script_commands, script_process
 from amp.trials.activation_memory import Activations
-from amp.trials.comparing import InScript, compare_runs
-from amp.trials.judging import AS_FAST, outstanding, problems_of, recommend, remarks_of
-from amp.trials.measuring import Error, error_of, gaps_of, vanishing_modules
+from amp.trials.comparing import compare_runs
+from amp.trials.judging import (
+    error_of,
+    gaps_of,
+    outstanding,
+    problems_of,
+    recommend,
+    vanishing_modules,
+)
 from amp.trials.observing import Record, RunObserver, Trial
-from amp.trials.results import Comparison, LevelResult, ModuleError, Problem
+from amp.trials.results import Comparison, LevelResult, ModuleError, Problem, page
 from amp.trials.scripts import Script
 from tests.diagnosis.faults import Net, SquaringNorm, batch
 from tests.processes import run_python
@@ -76,7 +81,7 @@ def test_a_healthy_net_is_healthy_at_every_level(healthy: Comparison) -> None:
     assert healthy.reference == "FP64"
     assert healthy.notes == ()
     seconds = {level.level: level.seconds or 0 for level in healthy.levels}
-    assert seconds[healthy.recommended or ""] <= AS_FAST * min(seconds.values())
+    assert seconds[healthy.recommended or ""] == min(seconds.values())
     assert not any(module.stands_out for level in healthy.levels for module in level.modules)
 
 
@@ -95,9 +100,6 @@ def test_errors_are_of_the_size_of_each_format(healthy: Comparison) -> None:
     assert 1e-3 < errors["O5"] < 2e-2
     assert 2e-2 < errors["O7"] < 0.15
     for level in healthy.levels:
-        assert level.gradient_cosine is not None
-        assert level.gradient_cosine > 0.99
-        assert level.later_error is not None
         assert {module.module for module in level.modules} >= {"blocks.1.attn.qkv", "head.proj"}
 
 
@@ -167,7 +169,7 @@ def test_a_loss_that_is_not_finite_is_found() -> None:
     found = amp.compare(build(lambda: Exploding(32, 32)), step, ["O1", "O2", "O4"], steps=3)
     assert causes(found)["O2"] == ["loss_not_finite", "steps_skipped"]
     assert causes(found)["O1"] == causes(found)["O4"] == []
-    assert "O2: the loss is inf, first at step 0" in found.describe()
+    assert "O2: the loss is inf, first at step 0" in str(found)
     assert found.to_json()["levels"][2]["losses"]["loss"] == ["inf"] * 3
 
 
@@ -215,9 +217,8 @@ class Shift(nn.Module):
         return x + self.bias
 
 
-@pytest.mark.parametrize("reference", ["fp64", "fp32"])
-def test_a_gradient_that_is_nothing_but_rounding_does_not_stand_out(reference: str) -> None:
-    found = amp.compare(build(BeforeNorm), step, ["O2", "O5"], steps=3, reference=reference)
+def test_a_gradient_that_is_nothing_but_rounding_does_not_stand_out() -> None:
+    found = amp.compare(build(BeforeNorm), step, ["O2", "O5"], steps=3)
     assert found.is_healthy
     assert not [module for level in found.levels for module in level.modules if module.stands_out]
 
@@ -230,7 +231,7 @@ def test_a_level_that_cannot_be_run_is_a_result() -> None:
 
     found = amp.compare(build(), only_fp32, ["O2"], steps=2)
     assert found["O2"].problems == (Problem("not_run", "not run: ValueError: this step takes FP32"),)
-    assert "O2: not run: ValueError: this step takes FP32" in found.describe()
+    assert "O2: not run: ValueError: this step takes FP32" in str(found)
 
 
 # The reference.
@@ -381,7 +382,7 @@ def test_looking_changes_no_bit_of_the_run(level: str, optimizer: str) -> None:
     assert all(map(torch.equal, plain, watched))
     assert observer.is_complete
     assert record.losses["loss"] == [of_a_step[0] for of_a_step in losses[3:]]
-    assert record.first.keys() == record.last.keys() >= {"head.proj"}
+    assert record.first.keys() >= {"head.proj"}
 
 
 def test_gradients_that_are_accumulated_are_one_step() -> None:
@@ -433,7 +434,6 @@ def test_several_losses_and_optimizers_are_told_apart() -> None:
         ({"levels": "O2"}, "levels='O2' is not a list of levels"),
         ({"levels": []}, "is not a list of levels"),
         ({"steps": 0}, "steps=0 must be an integer of at least 1"),
-        ({"reference": "fp63"}, "reference='fp63' is not one of fp64, fp32; did you mean 'fp64'?"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -468,7 +468,7 @@ def result(level: str, seconds: float, *problems: str) -> LevelResult:
 
 @pytest.mark.parametrize(
     ("device", "has_bfloat16", "chosen"),
-    [("cuda", True, "O4"), ("cuda", False, "O2"), ("cpu", False, "O0")],
+    [("cuda", True, "O4"), ("cuda", False, "O2"), ("cpu", False, "O1")],
 )
 def test_the_level_to_take_goes_by_the_hardware(device: str, has_bfloat16: bool, chosen: str) -> None:
     rows = [
@@ -477,15 +477,13 @@ def test_the_level_to_take_goes_by_the_hardware(device: str, has_bfloat16: bool,
     ]
     level, reason = recommend(rows, device, has_bfloat16)
     assert level == chosen
-    assert ("O5 is not: of its loss_gap" in reason) == (chosen in ("O4", "O0"))
+    assert ("O5 is not: of its loss_gap" in reason) == (chosen in ("O4", "O1"))
 
 
 def test_a_comparison_on_a_cpu_says_that_a_gpu_differs(healthy: Comparison) -> None:
     text = " ".join(str(healthy).split())
     assert "Time and memory are those of a CPU: on a GPU half precision is usually faster" in text
     assert text.endswith("and O5 is the first healthy level to try there.")
-    _, text = recommend([result("O0", 1.0), result("as is", 1.0)], "cpu", True)
-    assert text.endswith("and 'as is' is the first healthy level to try there.")
     reasons = [
         recommend([result("O0", 1.0), result("O4", 3.0)], device, True)[1] for device in ("cpu", "cuda")
     ]
@@ -499,17 +497,17 @@ def test_nothing_is_recommended_where_fp32_fails_too() -> None:
     level, reason = recommend([result("O0", 1.0, "loss_not_finite"), result("O1", 0.5)], "cpu", False)
     assert level is None
     assert "precision is not the cause" in reason
-    level, reason = recommend([result("O0", 1.0), result("O1", 2.0, "loss_gap")], "cpu", False)
-    assert (level, "only healthy level; O1 is not" in reason) == ("O0", True)
+    level, reason = recommend([result("O0", 2.0), result("O1", 1.0, "loss_gap")], "cpu", False)
+    assert (level, "fastest healthy level here; O1 is not" in reason) == ("O0", True)
 
 
 def test_numbers_by_hand() -> None:
     g, r = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 0.0])
-    assert error_of([g], [r]) == pytest.approx((4 / 3, 0.6))
-    assert error_of([r[:1], r[1:]], [r[:1], r[1:]]) == (0.0, 1.0)
-    assert error_of([torch.tensor([math.nan])], [r[:1]])[0] == math.inf
-    assert error_of([torch.zeros(2)], [torch.zeros(2)])[0] == 0.0
-    assert error_of([r], [torch.zeros(2)])[0] == math.inf
+    assert error_of([g], [r]) == pytest.approx(4 / 3)
+    assert error_of([r[:1], r[1:]], [r[:1], r[1:]]) == 0.0
+    assert error_of([torch.tensor([math.nan])], [r[:1]]) == math.inf
+    assert error_of([torch.zeros(2)], [torch.zeros(2)]) == 0.0
+    assert error_of([r], [torch.zeros(2)]) == math.inf
     assert gaps_of([9.0, 9.0, 9.0, 9.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.0, 1.0, 3.0]) == [2.0, 1.0]
     sizes = {"a": [torch.ones(4)], "b": [torch.ones(4)], "c": [torch.full((4,), 1e-9)]}
     assert vanishing_modules(sizes, 1e-6) == {"c"}
@@ -517,28 +515,24 @@ def test_numbers_by_hand() -> None:
 
 
 def test_a_gradient_that_is_hard_in_fp32_is_allowed_as_much_more() -> None:
-    def errors(*values: float) -> dict[str, Error]:
-        return {name: Error(value, 1.0) for name, value in zip("abcde", values, strict=False)}
+    def errors(*values: float) -> dict[str, float]:
+        return dict(zip("abcde", values, strict=False))
 
     floor = errors(1e-7, 1e-7, 1e-7, 1e-7, 5e-7)
-    assert outstanding(errors(1e-3, 1e-3, 1e-3, 1e-3, 0.04), floor, 0.01) == set()
-    assert outstanding(errors(1e-3, 1e-3, 1e-3, 1e-3, 0.06), floor, 0.01) == {"e"}
-    assert outstanding(errors(1e-3, 1e-3, 1e-3, 0.04, 1e-3), floor, 0.01) == {"d"}
-    assert outstanding(errors(1e-5, 1e-5, 1e-5, 9e-3, 1e-5), floor, 0.01) == set()
+    assert outstanding(errors(1e-3, 1e-3, 1e-3, 1e-3, 0.4), floor, 0.01) == set()
+    assert outstanding(errors(1e-3, 1e-3, 1e-3, 1e-3, 0.6), floor, 0.01) == {"e"}
+    assert outstanding(errors(1e-3, 1e-3, 1e-3, 0.4, 1e-3), floor, 0.01) == {"d"}
+    assert outstanding(errors(1e-3, 1e-3, 1e-3, 0.1, 1e-3), floor, 0.01) == set()
     assert outstanding(errors(0.3, 0.3, 0.3, 0.9, 0.3), floor, 0.5) == {"d"}
 
 
-@pytest.mark.parametrize(("error", "causes", "remarks"), [(0.1, 0, 1), (0.4, 1, 0)])
-def test_a_module_that_stands_out_a_little_is_a_remark(error: float, causes: int, remarks: int) -> None:
-    modules = (ModuleError("a", error, 0.9, stands_out=True), ModuleError("b", 1e-3, 1.0))
+def test_a_module_that_stands_out_is_a_problem() -> None:
+    modules = (ModuleError("a", 0.4, stands_out=True), ModuleError("b", 1e-3))
     losses = {"loss": [1.0]}
     found = LevelResult("O5", losses=losses, modules=modules, gradient_error=0.01, median_error=1e-3)
-    problems = tuple(problems_of(found, "FP64", None))
-    assert [each.cause for each in problems] == ["module_stands_out"] * causes
-    told = tuple(remarks_of(replace(found, problems=problems)))
-    assert [each.cause for each in told] == ["module_stands_out"] * remarks
-    what = f"the gradient of a is off by {100 * error:.0f} %; the median is 0.1 %"
-    assert {each.what for each in (*problems, *told)} == {what}
+    (problem,) = problems_of(found, "FP64", None)
+    what = "the gradient of a is off by 40 %; the median is 0.1 %"
+    assert (problem.cause, problem.what) == ("module_stands_out", what)
 
 
 def test_what_autograd_keeps_is_counted_once_and_let_go() -> None:
@@ -562,13 +556,21 @@ def test_json_has_these_names(healthy: Comparison) -> None:
         *("reference_losses", "seed", "steps"),
     ]
     assert sorted(found["levels"][0]) == [
-        *("gradient_cosine", "gradient_error", "healthy", "later_cosine", "later_error", "level"),
-        *("loss_gap", "loss_gap_allowed", "losses", "median_error", "memory", "modules", "problems"),
+        *(
+            "gradient_error",
+            "healthy",
+            "level",
+            "loss_gap",
+            "loss_gap_allowed",
+            "losses",
+            "median_error",
+            "memory",
+            "modules",
+            "problems",
+        ),
         *("remarks", "scale_search", "seconds", "skipped", "still"),
     ]
-    assert sorted(found["levels"][0]["modules"][0]) == [
-        *("cosine", "error", "later_cosine", "later_error", "module", "stands_out")
-    ]
+    assert sorted(found["levels"][0]["modules"][0]) == ["error", "module", "stands_out"]
 
 
 def test_the_page_needs_nothing_else(healthy: Comparison, tmp_path: Path) -> None:
@@ -583,7 +585,7 @@ def test_the_page_needs_nothing_else(healthy: Comparison, tmp_path: Path) -> Non
 def test_names_cannot_end_the_page(healthy: Comparison) -> None:
     data = healthy.to_json()
     data["levels"][0]["level"] = "</script><b>/*JS*/"
-    text = page.page(data)
+    text = page(data)
     assert text.count("</script>") == 2
     assert text.count("/*JS*/") == 1
 
@@ -640,8 +642,9 @@ def test_the_page_in_a_browser(browser: Any, tmp_path: Path) -> None:
     assert run("return document.getElementById('loss-chart').innerHTML") != before
     browser.find_element("css selector", "#loss-levels input").click()
     assert run("return document.querySelectorAll('#loss-chart path').length") == 3
-    choose("modules-kind", "later_cosine")
-    assert "weights have gone apart" in text("modules-hint")
+    before = text("modules-table").splitlines()
+    choose("modules-order", "worst")
+    assert text("modules-table").splitlines() != before
     assert "weights, KB" in text("cost-table")
     assert text("cost-about").startswith("Measured on cpu. On a GPU they differ")
     assert "on a GPU half precision is usually faster" in text("reason")
@@ -779,9 +782,9 @@ def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_p
         finally:
             raise ValueError("its own clean-up fails")
         """
-    record = InScript(Script([write(tmp_path, text=text)]))(Trial("O5", 3))
+    record = Script([write(tmp_path, text=text)]).run(Trial("O5", 3))
     assert {name: len(losses) for name, losses in record.losses.items()} == {"loss 0": 3, "loss 1": 3}
-    assert record.last.keys() == {"model 0: Linear", "model 1: Linear"}
+    assert record.first.keys() == {"model 0: Linear", "model 1: Linear"}
 
 
 def test_overrides_of_other_levels_are_nothing_to_o0() -> None:
@@ -804,7 +807,6 @@ def test_overrides_of_other_levels_are_nothing_to_o0() -> None:
         (["x.py", "--levels", "O99"], "opt_level='O99' is not one of"),
         (["x.py", "--levels", ","], "levels=[] is not a list of levels"),
         (["x.py", "--steps", "0"], "steps=0 must be"),
-        (["x.py", "--reference", "fp16"], "reference='fp16' is not one of"),
         (["x.py", "--epochs", "3"], "unrecognized arguments: --epochs 3"),
     ],
 )
@@ -823,9 +825,8 @@ def planted(trial: Trial) -> Record:
 def test_the_exit_status_says_whether_all_is_well(
     capsys: Any, monkeypatch: pytest.MonkeyPatch, level: str, status: int
 ) -> None:
-    script = SimpleNamespace(notes=[], is_injected=False)
+    script = SimpleNamespace(notes=[], is_injected=False, run=planted)
     monkeypatch.setattr(script_commands, "Script", lambda what, progress: script)
-    monkeypatch.setattr(script_commands, "InScript", lambda script: planted)
     shown = run(capsys, "x.py", "--levels", level, "--steps", "1", status=status)
     assert ("O2: the gradient of a is off by 200 %" in shown) == (status == 1)
 

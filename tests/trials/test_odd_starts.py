@@ -105,11 +105,11 @@ def test_a_file_with_the_librarys_name_beside_the_script(tmp_path: Path) -> None
     assert found.returncode == 0, found.stderr
 
 
-@pytest.mark.parametrize("steps", ["0", "-1", "99999999999999999999", "1000000000"])
+@pytest.mark.parametrize("steps", ["0", "-1", "99999999999999999999"])
 def test_steps_out_of_range(tmp_path: Path, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train.py").write_text(f"{TRAIN}\nmain()\n")
-    assert main(["doctor", str(tmp_path / "train.py"), "--steps", steps]) == 2
-    assert f"--steps {steps} must be from 1 to 10000" in capsys.readouterr().err
+    assert main(["doctor", str(tmp_path / "train.py"), "--at", steps]) == 2
+    assert f"--at {steps} must be numbers of steps, from 1 on" in capsys.readouterr().err
 
 
 def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
     )
     (tmp_path / "train.py").write_text(f"{train}\nmain(float('inf'), 10**9, 0.5)\n")
     with subprocess.Popen(
-        doctor("doctor", "train.py", "--steps", "1000"),
+        doctor("doctor", "train.py", "--at", "1,4,1000"),
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
