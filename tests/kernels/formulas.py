@@ -42,7 +42,9 @@ def sgd(
     if m is None:
         return (p - lr * g,)
     m = g if t == 1 else momentum * m + (1 - group["dampening"]) * g
-    return p - lr * g - lr * momentum * m if group["nesterov"] else p - lr * m, m
+    if group["nesterov"]:
+        return p - lr * g - lr * momentum * m, m
+    return p - lr * m, m
 
 
 def adagrad(group: Group, t: int, norm: Norm, p: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, ...]:
