@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,35 @@ def initialize(models: Any, optimizers: Any, level: str, **kwargs: Any) -> Any:
     if level in DYNAMIC_LEVELS:
         kwargs.setdefault("loss_scale", {"init": 1024})
     return amp.initialize(models, optimizers, opt_level=level, **kwargs)
+
+
+def started(model: nn.Module, make: Callable[[Any], Any], level: str, **options: Any) -> Any:
+    """Return a model and an optimizer that is made of its parameters, initialized as above."""
+    return initialize(model, make(model.parameters()), level, **options)
+
+
+def run_backward(loss: Tensor, optimizer: Any, **options: Any) -> Tensor:
+    """Run the backward of a loss in a block, or without one where there is no optimizer; return it."""
+    if optimizer is None:
+        loss.backward()
+    else:
+        with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
+            scaled_loss.backward()
+    return loss
+
+
+def step_on(loss: Tensor, optimizer: Any, **options: Any) -> Tensor:
+    """Step with the gradients of a loss, besides those that are there, and return it."""
+    run_backward(loss, optimizer, **options)
+    optimizer.step()
+    return loss
+
+
+def train_on(loss: Tensor, optimizer: Any, **options: Any) -> Tensor:
+    """Step with the gradients of a loss, clear them, and return the loss."""
+    step_on(loss, optimizer, **options)
+    optimizer.zero_grad()
+    return loss
 
 
 @contextmanager
@@ -81,9 +110,15 @@ def batch(step: int = 0) -> tuple[Tensor, Tensor]:
     return images, torch.randint(0, 3, (8,), generator=generator)
 
 
-def sgd(model: nn.Module, **kwargs: Any) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), **{"lr": 0.1, "momentum": 0.9, **kwargs})
+def sgd(of: Any, **kwargs: Any) -> torch.optim.SGD:
+    """Return an optimizer of a model, or of parameters."""
+    return torch.optim.SGD(_parameters(of), **{"lr": 0.1, "momentum": 0.9, **kwargs})
 
 
-def adamw(model: nn.Module, **kwargs: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), **{"lr": 1e-2, **kwargs})
+def adamw(of: Any, **kwargs: Any) -> torch.optim.AdamW:
+    """Return an optimizer of a model, or of parameters."""
+    return torch.optim.AdamW(_parameters(of), **{"lr": 1e-2, **kwargs})
+
+
+def _parameters(of: Any) -> Any:
+    return of.parameters() if isinstance(of, nn.Module) else of

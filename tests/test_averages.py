@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import amp
 from amp.masters import averages
 from tests.covering import covering
+from tests.models import started
 
 DECAY = 0.98
 LEVELS = ["O0", "O2", "O5", "split16"]
@@ -152,7 +153,12 @@ def test_a_deep_copy_has_the_values_of_the_masters_and_runs_on_its_own(level: st
 
 @pytest.mark.parametrize(
     ("optimizer_first", "make", "level"),
-    covering([False, True], [torch.optim.AdamW, amp.optimizers.FusedAdam], LEVELS, strength=1),
+    covering(
+        [False, True],
+        [torch.optim.AdamW, amp.optimizers.FusedAdam],
+        [*LEVELS, "O1", "O3"],
+        strength=1,
+    ),
 )
 def test_copies_of_a_model_and_its_optimizer_train_on_together(
     level: str, make: Any, optimizer_first: bool
@@ -243,8 +249,7 @@ def test_a_detached_weight_is_averaged_by_its_master(
 
 
 def test_a_weight_that_has_moved_is_averaged_by_its_master() -> None:
-    net: Any = net_of()
-    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O2", verbosity=0)
+    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O2", verbosity=0)
     exact, kept = net.state_dict()["0.weight"], []
     for _ in range(2):
         assert torch.equal(torch.zeros_like(exact).lerp_(net[0].weight.data, 1.0), exact)
@@ -277,8 +282,7 @@ def test_parameters_of_an_average_are_moved_towards_masters(made_before: bool, c
 
 
 def test_lerp_in_a_forward_is_torchs() -> None:
-    net: Any = net_of()
-    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O5", verbosity=0)
+    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O5", verbosity=0)
     weight: Tensor = net[0].weight
     torch.zeros(weight.shape).lerp(weight, 0.25).sum().backward()
     assert (weight.grad == 0.25).all()
@@ -350,8 +354,7 @@ def test_the_lerp_of_stylegan_reads_masters() -> None:
 def pair_at_o2() -> tuple[Tensor, Tensor]:
     """Return a weight in 16 bits that has a master, detached, and zeros of its shape in FP16."""
     averages._warn_of_narrow_average.cache_clear()
-    net: Any = net_of()
-    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O2", verbosity=0)
+    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O2", verbosity=0)
     weight: Tensor = net[0].weight.detach()
     return weight, torch.zeros_like(weight)
 
@@ -452,9 +455,7 @@ def test_a_forward_computes_what_it_would_without_amp() -> None:
             self.average.lerp_(self.weight.detach(), 0.01)
             return out
 
-    model: Any = Teacher()
-    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
-    model, _ = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, _ = started(Teacher(), lambda p: torch.optim.SGD(p, 0.1), "O5", verbosity=0)
     for training in (True, False):
         model.train(training)
         with torch.set_grad_enabled(training):

@@ -15,6 +15,7 @@ import amp.training.verdicts
 from amp.kernels import backend, update_scale
 from amp.kernels.backend import uses_triton
 from tests.devices import GPU
+from tests.models import run_backward
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
@@ -49,9 +50,7 @@ def train(level: str, optimizer: str, bad: dict[int, str], blocks: int = 1, **op
         for block in range(blocks):
             factor = math.nan if block == blocks - 1 else 1.0
             losses = [model[n](x).float().sum() * (factor if bad.get(i) == n else 1) for n in "abc"]
-            loss = torch.stack(losses).sum()
-            with amp.scale_loss(loss, one) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(torch.stack(losses).sum(), one)
         one.step()
         one.zero_grad()
     return amp.history()

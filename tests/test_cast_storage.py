@@ -27,6 +27,7 @@ from amp.profiles.levels import load_profile
 from amp.shared_memory import CastMemory, same_memory
 from amp.training.attached_optimizer import AttachedOptimizer
 from tests.interrupting import Interrupter, every_nth_line
+from tests.models import train_on
 
 SIZE = 32
 LEVELS = [level for level in levels.LEVELS if load_profile(level).casts_model and level != "O0"]
@@ -91,12 +92,7 @@ def begin(model: Any, level: str, parameters: Any = None, **options: Any) -> Any
 
 def train(model: Any, optimizer: Any, steps: int = 3) -> None:
     for _ in range(steps):
-        with amp.scale_loss(
-            (model(torch.ones(16, SIZE)).float() - 1).square().mean(), optimizer
-        ) as loss:
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on((model(torch.ones(16, SIZE)).float() - 1).square().mean(), optimizer)
 
 
 def places(model: nn.Module) -> list[Any]:

@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import amp
 from amp.profiles.levels import LEVELS
-from tests.models import initialize
+from tests.models import initialize, started, train_on
 
 HALF = ["O2", "O3", "O5"]
 
@@ -27,10 +27,7 @@ def linear(*sizes: int) -> Any:
 
 
 def train(model: Any, optimizer: Any, x: Tensor) -> None:
-    with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model(x).float().square().mean(), optimizer)
 
 
 # Transforms of layers in FP8.
@@ -197,8 +194,7 @@ def test_an_error_of_the_models_own_gets_no_note() -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_hook_that_returns_another_dtype_is_explained(level: str) -> None:
-    model = linear(4, 4)
-    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    model, optimizer = started(linear(4, 4), lambda p: torch.optim.SGD(p, lr=0.1), level)
     mask = torch.ones(4, 4)
     model.weight.register_hook(lambda grad: grad * mask)
     with pytest.raises(RuntimeError) as caught:

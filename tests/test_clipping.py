@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 
 import amp
 from tests.covering import covering
+from tests.models import run_backward
 
 LEVELS = ("O1", "O2", "O4", "O5")
 OPTIMIZERS = {"SGD": torch.optim.SGD, "FusedSGD": amp.optimizers.FusedSGD}
@@ -29,9 +30,7 @@ def problem(level: str, optimizer: str = "SGD") -> tuple[nn.Module, Any, Tensor]
 
 
 def backward(model: nn.Module, optimizer: Any, x: Tensor, **options: bool) -> None:
-    loss = model(x).pow(2).mean() * 100
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(x).pow(2).mean() * 100, optimizer, **options)
 
 
 def update_of(model: nn.Module, optimizer: Any) -> Tensor:

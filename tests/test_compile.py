@@ -22,7 +22,7 @@ from amp.casting.op_names import resolve
 from tests import ops
 from tests.covering import covering
 from tests.models import BY_OP_DTYPE as HALF
-from tests.models import initialize, sgd
+from tests.models import initialize, run_backward, sgd, started, train_on
 from tests.ops import Row
 from tests.test_ops import as_half, floats
 
@@ -123,17 +123,13 @@ def test_a_model_is_compiled_once(level: str, optimizer_class: Any) -> None:
     model, optimizer = initialize(model, optimizer, level)
     compiled = torch.compile(model, backend=counter)
     for _ in range(4):
-        with amp.scale_loss(compiled(torch.randn(8, 32)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(compiled(torch.randn(8, 32)).float().sum(), optimizer)
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_whole_training_step(backend: str) -> None:
-    model = Net()
-    model, optimizer = initialize(model, sgd(model), "O1")
+    model, optimizer = started(Net(), sgd, "O1")
 
     @torch.compile(backend=backend, fullgraph=True)
     def forward_and_loss(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +140,7 @@ def test_a_whole_training_step(backend: str) -> None:
         loss, product = forward_and_loss(batch(), torch.tensor([0, 1]))
         assert loss.dtype is torch.float32
         assert product.dtype is torch.float16
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss, optimizer)
         assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
@@ -165,8 +160,7 @@ def stepped(level: str, make: Any, when: str) -> list[Tensor]:
     for i in range(4):
         optimizer.zero_grad()
         loss = model(torch.ones(2, 8)).float().square().mean() * (torch.inf if i == 2 else 1.0)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss, optimizer)
         step()
         if level in ("O1", "O2"):
             assert amp.step_was_skipped(optimizer) == (i == 2)
@@ -202,8 +196,7 @@ def test_a_step_that_was_compiled_before_initialize_and_kept_is_refused(
     optimizer = torch.optim.AdamW(model.parameters())
     step = torch.compile(optimizer.step, backend="eager", fullgraph=fullgraph)
     model, optimizer = initialize(model, optimizer, level)
-    with amp.scale_loss(model(torch.ones(2, 8)).float().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(torch.ones(2, 8)).float().mean(), optimizer)
     before = model.weight.detach().clone()
     with pytest.raises(RuntimeError, match="a step of AdamW was called"):
         step()

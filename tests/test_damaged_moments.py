@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import amp
 from amp.errors import AmpError, AmpValueError
 from amp.optimizers import FusedAdam, FusedSGD
+from tests.models import train_on
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:.*deprecated")
 DAMAGES: dict[str, Callable[[Tensor], Any]] = {
@@ -36,10 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def step(model: Any, optimizer: Any) -> None:
-    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model(torch.ones(2, 4)).float().sum(), optimizer)
 
 
 @pytest.mark.parametrize("options", OPTIONS)

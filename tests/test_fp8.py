@@ -39,6 +39,7 @@ from tests.fp8_models import (
     net,
     train,
 )
+from tests.models import run_backward, step_on
 from tests.test_host_sync import counted_waits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -241,9 +242,7 @@ def test_layers_that_share_an_input_give_what_each_gives_by_itself(
         torch.manual_seed(0)
         block, optimizer = initialize(Attention(), "O5", "current")
         y = block(torch.randn(2, 8, WIDTH))
-        with amp.scale_loss(y.square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(y.square().mean(), optimizer)
         found.append(weights(block))
         amp.get_session().close()
     assert_same(*found)
@@ -349,9 +348,7 @@ def test_layers_that_share_an_input_share_its_scale_without_gradients_too(around
             with getattr(torch, around)():
                 found = model(x)
         assert torch.equal(found, expected)
-        with amp.scale_loss(expected.float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(expected.float().sum(), optimizer)
 
 
 def test_an_input_written_in_place_is_quantized_again() -> None:
@@ -538,9 +535,7 @@ def test_frozen_layers_keep_nothing_and_adapters_train() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     assert saved_bytes(model[0], x) == 0
     before = weights(model)
-    with amp.scale_loss((model[0](x) + model[2](model[1](x))).square().mean(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
+    step_on((model[0](x) + model[2](model[1](x))).square().mean(), optimizer)
     assert x.grad.any()
     assert model[0].weight.grad is None
     changed = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
@@ -637,8 +632,7 @@ def test_an_overflow_skips_the_step_and_the_next_scale_is_right_at_once(
             out = model(x)
             if place == "gradient":
                 out.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2]), bad))
-            with amp.scale_loss(F.cross_entropy(out.float(), y), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(F.cross_entropy(out.float(), y), optimizer)
             with torch.no_grad():
                 parameter.copy_(kept)
             optimizer.step()
@@ -673,9 +667,7 @@ def test_an_inf_that_saturates_would_train_on(monkeypatch: pytest.MonkeyPatch) -
     x = x.detach()
     x[3, 5] = math.inf
     optimizer.zero_grad()
-    with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(F.cross_entropy(model(x).float(), y), optimizer)
     assert not amp.step_was_skipped(optimizer)
 
 
@@ -698,9 +690,7 @@ def test_the_host_never_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> N
     def step() -> None:
         x, y = next(data)
         optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(F.cross_entropy(model(x).float(), y), optimizer)
 
     step()
     with counted_waits() as waits:

@@ -20,6 +20,7 @@ from amp.errors import AmpRuntimeError, AmpWarning
 from amp.profiles.fp8_recipe import Fp8Recipe
 from tests import fp8_resume
 from tests.fp8_models import WIDTH, batches, factors_of, history, initialize, net, train
+from tests.models import run_backward, step_on
 from tests.processes import run_python
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -116,9 +117,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def in_a_block(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(loss_of(model, x, y), optimizer)
 
 
 def bare(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
@@ -130,19 +129,14 @@ def in_four(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
     for i in range(4):
         rows = slice(6 * i, 6 * i + 6)
         # As large as those of the whole batch: the mean of a quarter, and a quarter of that.
-        loss = loss_of(model, x[rows], y[rows]) / 4
-        with amp.scale_loss(loss, optimizer, delay_unscale=i < 3) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss_of(model, x[rows], y[rows]) / 4, optimizer, delay_unscale=i < 3)
     optimizer.step()
 
 
 def with_a_closure(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, x, y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        return loss
+        return run_backward(loss_of(model, x, y), optimizer)
 
     optimizer.step(closure)
 
@@ -393,10 +387,8 @@ def test_two_loss_scales_at_a_time() -> None:
         x = torch.randn(16, WIDTH)
         for _ in range(3):
             losses = [model(x).float().square().mean() for model in models]
-            with amp.scale_loss(losses[0], optimizers[0], delay_unscale=delay) as scaled_loss:
-                scaled_loss.backward()
-            with amp.scale_loss(losses[1] / 1000, optimizers[1], loss_id=1) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(losses[0], optimizers[0], delay_unscale=delay)
+            run_backward(losses[1] / 1000, optimizers[1], loss_id=1)
             for optimizer in optimizers:
                 optimizer.step()
             for optimizer in optimizers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import math
 import pickle
@@ -24,7 +25,7 @@ from amp.optimizers import (
 )
 from tests.covering import covering
 from tests.levels import DYNAMIC, LEVELS
-from tests.models import initialize
+from tests.models import initialize, run_backward
 
 LR = 1e-2
 STEPS = 60
@@ -84,6 +85,7 @@ PAIRS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         {"lr_decay": 0.01, "initial_accumulator_value": 0.1},
     ),
     "adamw": (FusedAdam, torch.optim.AdamW, {"betas": (0.8, 0.99)}),
+    "adam": (functools.partial(FusedAdam, adam_w_mode=False), torch.optim.Adam, {}),
 }
 
 
@@ -101,6 +103,7 @@ def test_each_is_torchs_and_state_goes_there_and_back(name: str) -> None:
     at_torch.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     returned = ours(back.parameters(), lr=1.0)
     returned.load_state_dict(copy.deepcopy(at_torch.state_dict()))
+    assert returned.param_groups[0]["weight_decay"] == 0.1
     continued(net, optimizer)
     assert_near(continued(there, at_torch), net)
     for p, b in zip(net.parameters(), continued(back, returned).parameters(), strict=True):
@@ -208,26 +211,6 @@ def continued(net: nn.Module, optimizer: Any) -> nn.Module:
             p.grad = torch.randn_like(p)
         optimizer.step()
     return net
-
-
-@pytest.mark.parametrize("decoupled", [True, False])
-def test_state_goes_to_torchs_optimizer_and_comes_back(decoupled: bool) -> None:
-    theirs = torch.optim.AdamW if decoupled else torch.optim.Adam
-    ours = FusedAdam if decoupled else lambda ps: FusedAdam(ps, adam_w_mode=False)
-    net = model()
-    optimizer = FusedAdam(net.parameters(), lr=LR, adam_w_mode=decoupled, weight_decay=0.1)
-    train(net, optimizer)
-    there = copy.deepcopy(net)
-    at_torch = theirs(there.parameters())
-    at_torch.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    back = copy.deepcopy(net)
-    returned = ours(back.parameters())
-    returned.load_state_dict(copy.deepcopy(at_torch.state_dict()))
-    assert returned.param_groups[0]["weight_decay"] == 0.1
-    continued(net, optimizer)
-    assert_near(continued(there, at_torch), net)
-    for p, b in zip(net.parameters(), continued(back, returned).parameters(), strict=True):
-        assert torch.equal(p, b)
 
 
 def test_what_torch_saved_before_it_fused_loads() -> None:
@@ -532,11 +515,7 @@ def test_clipping_inside_is_clipping_before(name: str, level: str | None) -> Non
             net, optimizer = initialize(net, optimizer, level, loss_scale=loss_scale)
         for x, y in batches()[:8]:
             loss = (net(x) - y).square().mean() * 10
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+            run_backward(loss, None if level is None else optimizer)
             if how == "inside, looked at":
                 assert all(p.grad is not None for p in amp.master_params(optimizer))
             if how == "before":
@@ -567,11 +546,7 @@ def test_moments_in_16_bits_stay_near_and_resume_exactly(name: str, level: str |
         for x, y in some:
             optimizer.zero_grad()
             loss = (net(x) - y).square().mean()
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+            run_backward(loss, None if level is None else optimizer)
             optimizer.step()
         return list(amp.master_params(optimizer))
 

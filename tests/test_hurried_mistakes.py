@@ -25,6 +25,7 @@ from amp.terminal.text import Printer
 from amp.training.step import unattached
 from amp.trials import script_commands
 from docs.site import terminal
+from tests.models import run_backward, step_on
 
 X = torch.ones(3, 4)
 
@@ -50,10 +51,7 @@ def initializing(model: Any = None, optimizer: Any = None, **options: Any) -> No
 def scaling(loss: Any = None, optimizer: Any = None) -> None:
     model, own = initialized()
     value = model(X).sum()
-    with amp.scale_loss(
-        value if loss is None else loss(value, own), own if optimizer is None else optimizer(own)
-    ) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(loss(value, own) if loss else value, optimizer(own) if optimizer else own)
 
 
 def scaling_by_a_grad_scaler() -> None:
@@ -74,9 +72,7 @@ def entering_twice() -> None:
 def deleting_a_layer() -> None:
     model, optimizer = initialized()
     del model[1]
-    with amp.scale_loss(model(X).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(model(X).sum(), optimizer)
 
 
 def of_other_shapes() -> dict[str, Any]:
@@ -240,6 +236,10 @@ BAD_STEPS: tuple[Any, ...] = (nn.Linear(4, 4), 5, ["a"], [0], [])
         (
             lambda: amp.initialize(fresh()[0], "O2"),
             "and got str. Pass the level by its name: amp.initialize(model, optimizer, opt_level='O2')",
+        ),
+        (
+            lambda: ANY.initialize(fresh()[0], None, "O2"),
+            "enabled='O2' is not a bool; did you mean opt_level='O2'",
         ),
         (
             lambda: initializing(verbosity="info"),
@@ -668,8 +668,7 @@ def test_a_loss_without_a_graph_says_why(level: str, loss: Any, text: str) -> No
     model, optimizer = initialized(opt_level=level)
 
     def block() -> None:
-        with amp.scale_loss(loss(model), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss(model), optimizer)
 
     with pytest.raises(
         amp.AmpError, match=f"the loss of an amp.scale_loss block has no gradient.*{text}"
@@ -830,8 +829,7 @@ def test_blocks_that_find_a_gradient(level: str) -> None:
     model, optimizer = initialized(opt_level=level)
     model[0].requires_grad_(False)
     for delay in (True, False):
-        with amp.scale_loss(model(X).sum(), optimizer, delay_unscale=delay) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(X).sum(), optimizer, delay_unscale=delay)
     optimizer.step()
     optimizer.zero_grad()
     with amp.scale_loss(model(X).sum(), optimizer):
@@ -891,16 +889,3 @@ def test_nothing_is_logged_before_an_error(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
     initialized(verbosity=1)
     assert caplog.records[0].getMessage().startswith("opt_level O2 resolves to")
-
-
-def test_a_layer_of_a_list_that_is_put_in_afterwards() -> None:
-    model, _ = initialized()
-    model[2] = nn.Linear(8, 2)
-    with pytest.raises(RuntimeError) as caught:
-        model(X)
-    assert caught.value.__notes__[0].endswith("amp.get_session().initialize(model[2])")
-
-
-def test_saving_into_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"found no such folder; make it first: .*none'"):
-        amp.save(tmp_path / "none" / "x.pt", {})

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import amp
 from amp.kernels.interrupts import Changes
 from tests.interrupting import Interrupter, every_nth_line
+from tests.models import run_backward
 from tests.tried import TRIED
 
 
@@ -43,9 +44,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def block(self) -> None:
-        loss = self.model(self.x).float().square().mean()
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(self.model(self.x).float().square().mean(), self.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the masters, the model's own weights, and the optimizer's state."""
@@ -163,8 +162,7 @@ def test_an_interrupted_step_leaves_nothing_on_the_optimizer(optimizer: Any, eve
     )
 
     def step(at: int) -> Interrupter:
-        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), made) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(torch.ones(2, 4)).float().mean(), made)
         interrupter = Interrupter(at)
         with interrupter.active(), suppress(KeyboardInterrupt):
             made.step()

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import amp
 from amp.casting.regions import forwards, give_torchs_cache, take_torchs_cache
 from tests.interrupting import GRAD_MODES, Interrupter, every_nth_line
+from tests.models import run_backward, started, train_on
 
 # Since Python 3.14 the end of a generator is traced too, where Python ignores an exception.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -46,17 +47,12 @@ def state_of_torch() -> tuple[Any, ...]:
 
 def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
     loss = nn.functional.mse_loss(model(x), y) + (model.out.weight @ model.out.weight.t()).sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(loss, optimizer)
 
 
 def make(level: str, optimizer: Callable[..., Any]) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = Net()
-    made = optimizer(model.parameters(), lr=1e-2)
-    model, made = amp.initialize(model, made, opt_level=level, verbosity=0)
+    model, made = started(Net(), lambda p: optimizer(p, lr=1e-2), level, verbosity=0)
     return model, made, torch.randn(8, 16), torch.randn(8, 1)
 
 
@@ -87,8 +83,7 @@ def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
 
 
 def look_at_gradients(model: Any, optimizer: Any, x: Tensor) -> None:
-    with amp.scale_loss(model(x).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(x).sum(), optimizer)
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad.isfinite()
 
@@ -153,8 +148,7 @@ class Units:
         self.optimizer.zero_grad()
 
     def block(self) -> None:
-        with amp.scale_loss(self.model(self.x).square().mean() * 1e-3, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(self.model(self.x).square().mean() * 1e-3, self.optimizer)
 
     def gradients(self) -> list[Any]:
         groups = self.optimizer.param_groups
@@ -243,8 +237,7 @@ def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_non
         with ExitStack() as stack, suppress(KeyboardInterrupt), block as scaled_loss:
             scaled_loss.backward()
             stack.enter_context(interrupter.active())
-        with amp.scale_loss(model(x).sum() * 1e-2, optimizers) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(x).sum() * 1e-2, optimizers)
         found = [p.grad.clone() for optimizer in optimizers for p in amp.master_params(optimizer)]
         amp.get_session(optimizers[0]).close()
         return interrupter, found

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import amp
 from amp.profiles.levels import LEVELS
 from tests.compiling import wait_for_compilers
+from tests.models import train_on
 
 QUICK = ("O1", "O2", "O7")
 SOME_QUICK = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS]
@@ -78,10 +79,7 @@ def build() -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: Any) -> None:
-    with amp.scale_loss(model(torch.ones(32, 32)).square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model(torch.ones(32, 32)).square().mean(), optimizer)
 
 
 @pytest.mark.parametrize(("level", "cycles"), RUNS)

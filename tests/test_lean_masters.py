@@ -15,7 +15,7 @@ from amp.errors import AmpRuntimeError, AmpValueError
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.covering import covering
 from tests.levels import WITH_MASTERS
-from tests.models import initialize
+from tests.models import initialize, run_backward, step_on
 from tests.processes import run_python
 from tests.test_scaled_grads import Plain, block, failing_step, loss_of
 
@@ -284,10 +284,7 @@ def test_lbfgs() -> None:
 
         def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(model)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            return loss
+            return run_backward(loss_of(model), optimizer)
 
         optimizer.step(closure)
         ends.append(model.state_dict())
@@ -414,9 +411,7 @@ def test_loaded_moments_lie_as_the_weights_do(kind: str, state_dtype: Any) -> No
     model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
     optimizer = FusedAdam(model.parameters(), lr=0.01)
     initialize(model, optimizer, "O5", master_weights=kind, state_dtype=state_dtype)
-    with amp.scale_loss(model(torch.ones(1, 4, 4, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(model(torch.ones(1, 4, 4, 4)).sum(), optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     moments = [x for x in optimizer.state[optimizer.param_groups[0]["params"][0]].values() if x.dim()]
     assert {x.stride() for x in moments} == {model.weight.stride()}

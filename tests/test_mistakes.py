@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import amp
 from tests.covering import covering
+from tests.models import run_backward, step_on
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -54,10 +55,10 @@ def test_where_nothing_is_scaled_no_block_is_needed(level: str, scale: float | N
 
 def test_a_first_step_without_gradients_says_nothing() -> None:
     model, optimizer = start("O2")
+    optimizer.zero_grad()
     optimizer.step()
-    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    assert amp.step_was_skipped(optimizer) is False
+    step_on(model(X).mean(), optimizer)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
@@ -89,8 +90,7 @@ def test_each_parameter_is_stepped_in_the_backward(level: str, make: Any) -> Non
         for p in of:
             p.register_post_accumulate_grad_hook(step)
         for _ in range(20):
-            with amp.scale_loss((model(X) - 1).square().mean(), list(of.values())) as scaled_loss:
-                scaled_loss.backward()
+            run_backward((model(X) - 1).square().mean(), list(of.values()))
             assert not any(p.grad is not None and p.grad.any() for p in of)
         masters = [p for optimizer in of.values() for p in amp.master_params(optimizer)]
         amp.get_session().close()
@@ -138,8 +138,7 @@ def test_a_step_that_is_not_that_of_initialize_changes_nothing(level: str, made:
 
     def backward() -> None:
         optimizer.zero_grad()
-        with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(X).float().square().mean(), optimizer)
 
     backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -160,8 +159,7 @@ def test_where_a_step_is_the_optimizers_own_it_may_be_taken_before_initialize(le
     optimizer = sgd(model)
     step = optimizer.step
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with amp.scale_loss(model(X).float().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(X).float().mean(), optimizer)
     before = model[0].weight.detach().clone()
     step()
     assert not model[0].weight.equal(before)
@@ -256,9 +254,7 @@ def test_parameters_that_are_put_into_groups_by_hand_are_refused_until_they_are_
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for _ in range(3):
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(2, 4)).float().sum(), optimizer)
     assert not any(map(torch.equal, before, model.parameters()))
 
 
@@ -280,16 +276,13 @@ def test_a_loss_of_a_direct_call_of_forward_says_what_to_call(level: str) -> Non
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_other_losses_say_nothing_of_it(level: str) -> None:
     model, optimizer = start(level)
-    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    with amp.scale_loss(model.forward(X).float().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(X).mean(), optimizer)
+    run_backward(model.forward(X).float().mean(), optimizer)
 
 
 def test_outputs_that_are_to_have_16_bits_say_nothing_of_it() -> None:
     model, optimizer = start("O5", cast_model_outputs="bfloat16")
-    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(X).mean(), optimizer)
 
 
 def test_a_session_ends_whatever_raises_in_it() -> None:

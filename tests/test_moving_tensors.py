@@ -19,7 +19,7 @@ from torch.nn.utils.spectral_norm import spectral_norm
 import amp
 from amp.errors import AmpWarning
 from tests.covering import covering
-from tests.models import LEVELS, MASTER_LEVELS, initialize
+from tests.models import LEVELS, MASTER_LEVELS, initialize, run_backward, step_on
 
 STEPS = 10
 
@@ -77,9 +77,7 @@ def said(
         model, optimizer = initialize(model, optimizer, level, verbosity=0, **overrides)
         for i in range(steps):
             optimizer.zero_grad()
-            with amp.scale_loss(model(batch(i)).float().pow(2).mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step_on(model(batch(i)).float().pow(2).mean(), optimizer)
             after_step(i)
     texts = [str(each.message) for each in caught if each.category is AmpWarning]
     return [text for text in texts if not text.startswith("fp8=")]
@@ -272,9 +270,7 @@ def test_tensors_of_several_models_are_told_apart() -> None:
 
     def train() -> None:
         for i in range(4):
-            with amp.scale_loss(models[0](models[1](batch(i))).sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step_on(models[0](models[1](batch(i))).sum(), optimizer)
 
     with pytest.warns(AmpWarning, match=re.escape("the buffers models[1].0.count, models[1].0.mean")):
         train()
@@ -289,10 +285,7 @@ def test_skipped_steps_and_closures_count() -> None:
 
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = model(batch(0)).float().pow(2).mean()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        return loss
+        return run_backward(model(batch(0)).float().pow(2).mean(), optimizer)
 
     for _ in range(2):
         optimizer.step(closure)
@@ -310,9 +303,7 @@ def test_a_compiled_forward_is_seen() -> None:
 
     def train() -> None:
         for i in range(4):
-            with amp.scale_loss(compiled(batch(i)).sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step_on(compiled(batch(i)).sum(), optimizer)
 
     with pytest.warns(AmpWarning, match="the buffers 1.count, 1.mean"):
         train()
@@ -329,8 +320,7 @@ def test_training_goes_on_where_the_warning_is_an_error() -> None:
             warnings.simplefilter("error" if is_error else "ignore")
             for i in range(STEPS):
                 optimizer.zero_grad()
-                with amp.scale_loss(model(batch(i)).float().pow(2).mean(), optimizer) as scaled_loss:
-                    scaled_loss.backward()
+                run_backward(model(batch(i)).float().pow(2).mean(), optimizer)
                 try:
                     optimizer.step()
                 except AmpWarning:
@@ -437,8 +427,7 @@ def test_weights_that_another_optimizer_steps(freezes: bool) -> None:
             for model, optimizer in zip((first, second), optimizers, strict=True):
                 for each in (first, second):
                     each.requires_grad_(not freezes or each is model)
-                with amp.scale_loss(second(first(batch(i))).sum(), optimizers) as scaled_loss:
-                    scaled_loss.backward()
+                run_backward(second(first(batch(i))).sum(), optimizers)
                 optimizer.step()
                 for each in optimizers:
                     each.zero_grad()
@@ -454,9 +443,7 @@ def test_gradients_that_a_hook_of_the_step_removes() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for i in range(STEPS):
-            with amp.scale_loss(second(first(batch(i))).sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step_on(second(first(batch(i))).sum(), optimizer)
 
 
 @pytest.fixture(autouse=True)
@@ -478,8 +465,6 @@ def test_frozen_weights_that_are_moved_or_rewritten_alike_are_not_named() -> Non
         model[0].weight.data = model[0].weight.data.clone()
         model.mask = torch.ones_like(model.mask)
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(2, 4)).float().mean(), optimizer)
     gc.collect()
     assert all(reference.expired() for reference in gone)

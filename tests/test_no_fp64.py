@@ -33,7 +33,7 @@ from amp.optimizers import (
     FusedSGD,
 )
 from tests.levels import DYNAMIC, WITH_MASTERS
-from tests.models import batch, conv_net
+from tests.models import batch, conv_net, run_backward
 
 LIBRARY = (*amp.__path__, *kernels.__path__)
 SCALING: dict[str, Any] = {"init": 2.0**12, "growth_interval": 2, "hysteresis": 2}
@@ -95,8 +95,7 @@ def train(model: nn.Module, optimizer: Any, iterations: int = 7) -> None:
             if i in (2, 3) and amp.get_session().properties.loss_scaling.check:
                 loss = loss * math.inf
             delay = i == 5 and loss_id == 0
-            with amp.scale_loss(loss, optimizer, loss_id=loss_id, delay_unscale=delay) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(loss, optimizer, loss_id=loss_id, delay_unscale=delay)
         if i in (1, 4):
             clip_grad_norm_(amp.master_params(optimizer), 0.5)
         optimizer.step()

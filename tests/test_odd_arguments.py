@@ -22,6 +22,7 @@ from amp.errors import (
     first_few,
 )
 from amp.fp16_utils import DynamicLossScaler, FP16_Optimizer
+from tests.models import step_on
 
 
 def start(level: str = "O2") -> tuple[nn.Module, Any]:
@@ -38,9 +39,7 @@ def test_a_loss_without_values_is_refused_before_anything_is_changed(level: str)
     with pytest.raises(AmpTypeError, match="device meta"), amp.scale_loss(loss, optimizer):
         pass
     assert amp.state_dict() == before
-    with amp.scale_loss(model(torch.ones(2, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(model(torch.ones(2, 2)).sum(), optimizer)
     amp.get_session().close()
 
 

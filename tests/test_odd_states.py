@@ -18,6 +18,7 @@ import amp
 from tests.covering import covering
 from tests.levels import FP8
 from tests.levels import LEVELS as NOT_IN_FP8
+from tests.models import run_backward
 from tests.processes import ROOT, run_python
 
 LEVELS = [*NOT_IN_FP8, *FP8]
@@ -63,9 +64,7 @@ def train(level: str, around: Callable[[], Any], evaluates: bool = False) -> lis
                     model(x)
                     model.state_dict()
                 model.train()
-            loss = nn.functional.cross_entropy(model(x), targets)
-            with amp.scale_loss(loss, optimizers) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(nn.functional.cross_entropy(model(x), targets), optimizers)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

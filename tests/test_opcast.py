@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import amp
 from amp.torch_versions import CASTS_LOSE_GRADIENTS
 from tests.models import BY_OP_DTYPE as HALF
-from tests.models import adamw, batch, conv_net, initialize, linear, sgd
+from tests.models import adamw, batch, conv_net, initialize, linear, run_backward, sgd, started
 
 
 @pytest.fixture(params=HALF)
@@ -136,8 +136,7 @@ def test_casts_are_off_inside_the_optimizer() -> None:
                 raise KeyError
             return super().step(closure)
 
-    model = linear()
-    model, optimizer = initialize(model, Nosy(model.parameters(), lr=0.1), "O1")
+    _model, optimizer = started(linear(), lambda p: Nosy(p, lr=0.1), "O1")
     optimizer.step()
     with pytest.raises(KeyError):
         optimizer.step()
@@ -161,8 +160,7 @@ def test_gradients_come_in_fp32_and_are_right(level: str) -> None:
     model, optimizer = initialize(model, adamw(model), level)
     x, y = batch()
     F.cross_entropy(reference(x.double()), y).backward()
-    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(F.cross_entropy(model(x), y), optimizer)
     assert all(p.grad.dtype is torch.float32 for p in model.parameters())
     ours = torch.cat([p.grad.double().flatten() for p in model.parameters()])
     exact = torch.cat([p.grad.flatten() for p in reference.parameters()])
@@ -188,11 +186,9 @@ def test_checkpointed_forward_gives_the_same_gradients(level: str, use_reentrant
                     x = checkpoint(part, x, use_reentrant=use_reentrant) if checkpointed else part(x)
                 return x.float().pow(2).mean()
 
-        net = Net()
-        net, optimizer = initialize(net, sgd(net), level)
+        net, optimizer = started(Net(), sgd, level)
         x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), requires_grad=True)
-        with amp.scale_loss(net(x), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(net(x), optimizer)
         return [p.grad for p in net.parameters()]
 
     for a, b in zip(run(True), run(False), strict=True):
@@ -232,15 +228,13 @@ def count_casts(function: Any) -> int:
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_weight_used_twice_is_cast_once_and_gets_both_gradients(grad: bool) -> None:
-    model = Twice()
-    model, optimizer = initialize(model, sgd(model), "O1")
+    model, optimizer = started(Twice(), sgd, "O1")
     x = torch.ones(1, 4)
     with torch.set_grad_enabled(grad):
         assert count_casts(lambda: model(x)) == (2 if CASTS_LOSE_GRADIENTS else 1)
         assert count_casts(lambda: F.linear(F.linear(x, model.weight), model.weight)) == 2
     if grad:
-        with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(x).float().sum(), optimizer)
         assert torch.equal(model.weight.grad, torch.ones(4, 4) * 0.5 + torch.ones(4, 4) * 0.5)
 
 
@@ -273,15 +267,13 @@ def test_no_weight_is_ever_stale(change: Any, grad: bool) -> None:
 
 
 def test_evaluation_between_training_steps_keeps_the_gradients() -> None:
-    model = Twice()
-    model, optimizer = initialize(model, sgd(model), "O1")
+    model, optimizer = started(Twice(), sgd, "O1")
     x = torch.ones(1, 4)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             model(x)
         optimizer.zero_grad()
-        with amp.scale_loss(model(x).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(x).float().sum(), optimizer)
         assert model.weight.grad is not None
         model.weight.requires_grad_(False)
         model(x)
@@ -333,8 +325,7 @@ def test_evaluation_does_not_grow_memory() -> None:
 
 
 def test_a_second_backward_through_a_cached_cast() -> None:
-    model = Twice()
-    model, optimizer = initialize(model, sgd(model), "O1")
+    model, optimizer = started(Twice(), sgd, "O1")
     out = model(torch.ones(1, 4)).float().sum()
     with amp.scale_loss(out, optimizer) as scaled_loss:
         scaled_loss.backward(retain_graph=True)
@@ -344,8 +335,7 @@ def test_a_second_backward_through_a_cached_cast() -> None:
 
 def test_double_backward() -> None:
     """A gradient penalty: the gradient of a gradient's norm."""
-    model = Twice()
-    model, _ = initialize(model, sgd(model), "O1")
+    model, _ = started(Twice(), sgd, "O1")
     x = torch.ones(1, 4, requires_grad=True)
     (grad,) = torch.autograd.grad(model(x).float().pow(2).sum(), x, create_graph=True)
     grad.pow(2).sum().backward()
@@ -379,8 +369,7 @@ def test_a_step_in_one_thread_leaves_the_casts_of_others_alone() -> None:
             assert finish.wait(10)
             return super().step(closure)
 
-    model = linear()
-    model, optimizer = initialize(model, Slow(model.parameters(), lr=0.1), "O1")
+    _model, optimizer = started(linear(), lambda p: Slow(p, lr=0.1), "O1")
     thread = threading.Thread(target=optimizer.step)
     thread.start()
     assert started.wait(10)

@@ -534,13 +534,6 @@ def test_scale_bounds_of_a_call_win_over_the_profile_and_defaults_do_not(profile
     assert (scaling.min, scaling.max) == (2.0, 1024.0)
 
 
-def test_an_unknown_argument_names_the_nearest() -> None:
-    with pytest.raises(TypeError, match="'loss_scal'; did you mean 'loss_scale'"):
-        amp.initialize(linear(), loss_scal=128)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="'optimizer'; did you mean 'optimizers'"):
-        amp.initialize(linear(), optimizer=None)  # type: ignore[call-arg]
-
-
 # FP8.
 
 

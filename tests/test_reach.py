@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import amp
 from amp.casting import regions
 from tests.covering import covering
-from tests.models import initialize, sgd
+from tests.models import initialize, sgd, started
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -265,8 +265,7 @@ def test_a_step_inside_a_forward_is_seen_by_it() -> None:
             optimizer.step()
             return first, self.linear(x)
 
-    model = Learns()
-    model, optimizer = initialize(model, sgd(model), "O4")
+    model, optimizer = started(Learns(), sgd, "O4")
     first, second = model(X)
     assert not torch.equal(first, second)
 

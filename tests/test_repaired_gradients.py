@@ -15,6 +15,7 @@ from amp.kernels import backend, update_scale
 from amp.torch_versions import HAS_GRAD_DTYPE
 from tests.covering import covering
 from tests.levels import DYNAMIC
+from tests.models import run_backward, step_on
 
 LEVELS = ["O1", "O2", "O4", "O5", "O7"]
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
@@ -65,8 +66,7 @@ class Training:
 
     def backward(self, factor: float) -> None:
         first, second = [layer(torch.ones(2, 16)).float().sum() for layer in self.layers]
-        with amp.scale_loss(first + factor * second, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(first + factor * second, self.optimizer)
 
     def values(self) -> list[Tensor]:
         return [p.detach().float().clone() for p in self.layers.parameters()]
@@ -151,8 +151,7 @@ def test_an_overflow_of_another_optimizer_skips_the_steps_of_its_block_alone(
 
     def backward(factor: float) -> None:
         first, second = [layer(torch.ones(2, 4)).float().sum() for layer in layers]
-        with amp.scale_loss(first + factor * second, optimizers) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(first + factor * second, optimizers)
 
     def step() -> list[bool]:
         before = [layer.weight.detach().clone() for layer in layers]
@@ -179,9 +178,7 @@ def test_a_product_with_the_inverse_of_a_scale_below_1_overflows_still(max_norm:
         layer, made, opt_level="O5", verbosity=0, loss_scale={"init": 0.25, "min": 0.01}
     )
     before = layer.weight.detach().clone()
-    with amp.scale_loss(model(torch.full((1, 4), 4.0)).float().sum() * 2e38, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(model(torch.full((1, 4), 4.0)).float().sum() * 2e38, optimizer)
     assert amp.step_was_skipped(optimizer)
     assert torch.equal(layer.weight, before)
 

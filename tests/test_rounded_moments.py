@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import amp
+from tests.models import step_on
 
 BATCHES = 6
 
@@ -23,9 +24,7 @@ def build(level: str, cls: Any) -> tuple[Any, Any]:
 def train(model: Any, optimizer: Any, batches: range, set_to_none: bool) -> None:
     for i in batches:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
-        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(x).square().mean(), optimizer)
         optimizer.zero_grad(set_to_none=set_to_none)
 
 

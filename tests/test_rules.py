@@ -22,7 +22,7 @@ from amp.casting.policy import OpRule
 from amp.cli import main
 from amp.undo import Undo
 from tests.covering import covering
-from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd
+from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd, step_on
 from tests.processes import run_python
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
@@ -204,9 +204,7 @@ def test_rules_for_many_ops_leave_out_what_casts_work_by(
     with torch.autocast("cpu", dtype=BRAIN):
         model(X)
     if cast != "float16":  # which would also be what unscaling works in
-        with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
+        step_on(model(X).float().sum(), optimizer)
     amp.get_session().close()
     assert (torch.half, torch.float, torch.bfloat16) == kinds
     assert not hasattr(torch.mm, "__wrapped__")
@@ -486,9 +484,7 @@ def trained(model: Any, level: str, **overrides: Any) -> tuple[Any, Any]:
     model, optimizer = initialize(model, sgd(model), level, verbosity=0, **overrides)
     for _ in range(3):
         optimizer.zero_grad()
-        with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(X).float().sum(), optimizer)
     return model, optimizer
 
 

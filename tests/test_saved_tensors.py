@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import amp
+from tests.models import train_on
 
 
 def train(level: str, hooks: Any) -> list[Tensor]:
@@ -19,10 +20,7 @@ def train(level: str, hooks: Any) -> list[Tensor]:
     for _ in range(3):
         with hooks():
             loss = nn.functional.cross_entropy(model(torch.randn(16, 32)), torch.arange(16) % 4)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(loss, optimizer)
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 

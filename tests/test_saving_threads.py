@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import amp
 from tests.covering import covering
+from tests.models import train_on
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
@@ -40,10 +41,7 @@ def train(
         thread.start()
     try:
         for _ in range(40):
-            with amp.scale_loss(model(torch.randn(16, 64)).square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(model(torch.randn(16, 64)).square().mean(), optimizer)
     finally:
         is_over.set()
         if saves:

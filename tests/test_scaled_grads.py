@@ -16,7 +16,7 @@ from amp.kernels import unscale
 from amp.optimizers import FusedAdam, FusedSGD
 from amp.training.scaler import LossScaler
 from tests.levels import DYNAMIC, WITH_MASTERS
-from tests.models import initialize
+from tests.models import initialize, run_backward
 
 LEVELS = ["O1", "O2", "O3", "O4", "O5"]
 SCALES: dict[str, Any] = {"dynamic": {"init": 2.0**10, "growth_interval": 3}, "static": 128.0}
@@ -44,8 +44,7 @@ def loss_of(model: nn.Module, i: int = 0) -> Tensor:
 
 
 def block(model: nn.Module, optimizer: Any, i: int = 0, **kwargs: Any) -> None:
-    with amp.scale_loss(loss_of(model, i), optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(loss_of(model, i), optimizer, **kwargs)
 
 
 def overflow(model: nn.Module, optimizer: Any, i: int = 0) -> None:
@@ -218,8 +217,7 @@ def test_optimizers_that_share_parameters(level: str) -> None:
         model, (first, second) = initialize(model, [first, second], level, loss_scale=SCALES["dynamic"])
         for i in range(4):
             for optimizers in ([first, second], [first], [second]):
-                with amp.scale_loss(loss_of(model, i), optimizers) as scaled_loss:
-                    scaled_loss.backward()
+                run_backward(loss_of(model, i), optimizers)
                 for optimizer in optimizers:
                     optimizer.step()
                 if i % 2:

@@ -25,6 +25,7 @@ from amp.optimizers.state_dicts import pack_moments, unpack_moments
 from tests.covering import covering
 from tests.kernels.numbers_of import numbers_of
 from tests.living import Living, tensors_in
+from tests.models import step_on, train_on
 
 SMALL: dict[str, Any] = {"master_weights": "split24", "state_dtype": "packed16"}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -43,10 +44,7 @@ def build(level: str = "O5", cls: Any = FusedAdam, **options: Any) -> tuple[Any,
 def train(model: Any, optimizer: Any, steps: range) -> None:
     for i in steps:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
-        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(model(x).square().mean(), optimizer)
 
 
 def all_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
@@ -323,9 +321,7 @@ def test_a_skipped_step_changes_nothing() -> None:
     model, optimizer = build("O2", loss_scale="dynamic")
     train(model, optimizer, range(2))
     before = copy.deepcopy(all_of(model, optimizer))
-    with amp.scale_loss(model(torch.full((4, 8), 60000.0)).float().square().sum(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
+    step_on(model(torch.full((4, 8), 60000.0)).float().square().sum(), optimizer)
     after = {k: v for k, v in all_of(model, optimizer).items() if "running" not in k and "num" not in k}
     assert_same(after, {k: before[k] for k in after})
 
@@ -335,9 +331,7 @@ def test_five_bytes_a_parameter_are_kept_and_gradients_take_two_more(level: str)
     layer = nn.Linear(64, 64, bias=False)
     optimizer = FusedAdam(layer.parameters())
     model, optimizer = amp.initialize(layer, optimizer, opt_level=level, verbosity=0, **SMALL)
-    with amp.scale_loss(model(torch.randn(4, 64)).square().mean(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
+    step_on(model(torch.randn(4, 64)).square().mean(), optimizer)
     lows = amp.get_session(optimizer).masters.low_halves(optimizer.param_groups[0]["params"]) or []
     (state,) = optimizer.state.values()
     kept = [model.weight, *lows, *(x for x in state.values() if x.dim())]

@@ -14,6 +14,7 @@ import amp
 from amp import active
 from amp.training.attached_optimizer import AttachedOptimizer
 from tests.interrupting import Interrupter, every_nth_line
+from tests.models import run_backward
 
 LEVELS: dict[str, dict[str, Any]] = {
     "O1": {},
@@ -180,8 +181,7 @@ def begin(level: str) -> tuple[nn.Module, Any]:
     amp.initialize(model, made, opt_level=level[:2], verbosity=0, **options)
     for seed in range(2):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
-        with amp.scale_loss(model(x).float().square().mean(), made) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(x).float().square().mean(), made)
         if not seed:
             made.step()
             made.zero_grad()
@@ -331,8 +331,7 @@ def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
             model, optimizer, opt_level=level[:2], verbosity=0, **LEVELS[level]
         )
         session = amp.get_session(optimizer)
-        with amp.scale_loss(model(torch.randn(4, 16)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(torch.randn(4, 16)).square().mean(), optimizer)
         interrupter = Interrupter(at)
         with interrupter.active(), suppress(KeyboardInterrupt):
             session.close()

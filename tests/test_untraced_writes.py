@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 import amp
 from tests import training
 from tests.covering import covering
+from tests.models import run_backward
 from tests.test_fork import in_fork
 from tests.training import (
     FUSED,
@@ -213,11 +214,7 @@ def test_a_search_along_a_line_goes_on_from_what_its_closure_writes() -> None:
                 p.data.clamp_(-0.2, 0.2)
             optimizer.zero_grad()
             loss = (model(x).float() - y).square().mean()
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+            run_backward(loss, None if level is None else optimizer)
             return loss
 
         for _ in range(3):
@@ -633,11 +630,7 @@ def test_rows_of_an_embedding_that_its_forward_shortens_stay_short(level: str, o
         for _ in range(5):
             made.zero_grad()
             loss = (model(x).float() - y).square().sum(1).mean()
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, made) as scaled_loss:
-                    scaled_loss.backward()
+            run_backward(loss, None if level is None else made)
             made.step()
         model(x)
         return training.vector(model.state_dict().values())

@@ -14,7 +14,7 @@ import amp
 from amp.errors import AmpRuntimeError, AmpWarning
 from tests import training
 from tests.covering import covering
-from tests.models import initialize
+from tests.models import initialize, run_backward, started, step_on
 from tests.training import Training, vector
 
 LEVELS = ("O1", "O2", "O5", "O5 split16")
@@ -99,8 +99,7 @@ def test_zeros_inside_of_a_block_are_no_gradients_of_a_loss() -> None:
 @pytest.mark.parametrize("post", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_hook_of_a_master_is_told_that_it_never_runs(level: str, post: bool) -> None:
-    model: Any = nn.Linear(8, 1)
-    model, made = initialize(model, torch.optim.SGD(model.parameters(), 0.1), level)
+    model, made = started(nn.Linear(8, 1), lambda p: torch.optim.SGD(p, 0.1), level)
     for p in made.param_groups[0]["params"]:
         if post:
             p.register_post_accumulate_grad_hook(lambda _: None)
@@ -121,8 +120,7 @@ def test_gradients_for_masters_have_a_hint(inside: bool) -> None:
             parameters = self.param_groups[0]["params"]
             torch.autograd.grad(self.loss, parameters)
 
-    model: Any = nn.Linear(8, 1)
-    model, made = initialize(model, TwiceDifferentiated(model.parameters(), 0.1), "O5")
+    model, made = started(nn.Linear(8, 1), lambda p: TwiceDifferentiated(p, 0.1), "O5")
     made.loss = model(torch.ones(2, 8)).float().sum()
     with pytest.raises(RuntimeError, match="not have been used") as caught:
         if inside:
@@ -142,8 +140,7 @@ def two_optimizers(level: str, kind: str) -> tuple[Any, Any, Any]:
     amp.initialize(model, made, opt_level=level, loss_scale=128.0, verbosity=0)
 
     def backward(*optimizers: Any) -> None:
-        with amp.scale_loss(model(torch.ones(2, 8)).float().sum(), list(optimizers)) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(torch.ones(2, 8)).float().sum(), list(optimizers))
 
     return model, made, backward
 
@@ -203,9 +200,6 @@ class BeginsSlowly(torch.optim.SGD):
 
 @pytest.mark.filterwarnings("error")
 def test_an_optimizer_that_begins_slowly_is_told_nothing() -> None:
-    model: Any = nn.Linear(8, 1)
-    model, made = initialize(model, BeginsSlowly(model.parameters(), 0.1), "O5")
+    model, made = started(nn.Linear(8, 1), lambda p: BeginsSlowly(p, 0.1), "O5")
     for _ in range(3):
-        with amp.scale_loss(model(torch.ones(2, 8)).float().sum(), made) as scaled_loss:
-            scaled_loss.backward()
-        made.step()
+        step_on(model(torch.ones(2, 8)).float().sum(), made)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 
 import amp
 from tests.covering import covering
+from tests.models import run_backward, step_on, train_on
 
 LEVELS = ("O1", "O2", "O4", "O5")
 STEPS = 40
@@ -144,10 +145,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def backward(model: nn.Module, x: Tensor, y: Tensor, optimizer: Any) -> Tensor:
-    loss = loss_of(model, x, y)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    return loss
+    return run_backward(loss_of(model, x, y), optimizer)
 
 
 def train_sam(level: str, base: Any = torch.optim.SGD, scale: str = "outer", **overrides: Any) -> float:
@@ -193,11 +191,7 @@ def train_accumulating(level: str) -> float:
     for _ in range(STEPS):
         for part in range(4):
             rows = slice(16 * part, 16 * part + 16)
-            loss = loss_of(model, x[rows], y[rows]) / 4
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(loss_of(model, x[rows], y[rows]) / 4, optimizer)
     return loss_of(model, x, y).item()
 
 
@@ -439,8 +433,7 @@ def test_a_graph_stays_valid_while_a_method_changes_nothing() -> None:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     loss = loss_of(model, x, y)
     optimizer.step()  # does nothing this time
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(loss, optimizer)
 
 
 class PlainSGD:
@@ -474,9 +467,7 @@ def test_an_optimizer_without_hooks_steps_while_hooks_of_all_optimizers_are_ther
         optimizer: Any = PlainSGD(model.parameters(), 0.5)
         amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
         before = model.state_dict()["bias"].clone()
-        with amp.scale_loss(model(torch.ones(3, 4)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(3, 4)).float().mean(), optimizer)
         torch.testing.assert_close(model.state_dict()["bias"], before - 0.25)
     finally:
         for hook in hooks:

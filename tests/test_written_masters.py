@@ -13,6 +13,7 @@ import torch
 import amp
 from tests import training
 from tests.covering import covering
+from tests.models import step_on
 from tests.training import LEAN, OPTIMIZERS, PLAIN_TIMES, WHOLE, Training, evaluated_after, writing
 
 # Scripts that write to what the optimizer steps. In FP32 these are the model's parameters.
@@ -389,9 +390,7 @@ def test_masters_that_move_in_the_step_are_rounded_from_where_they_are(
     )
     for _ in range(5):
         before = [p.clone() for p in amp.master_params(optimizer)]
-        with amp.scale_loss(model(torch.randn(8, 33)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.randn(8, 33)).square().mean(), optimizer)
         masters: list[Any] = list(amp.master_params(optimizer))
         for parameter, master, old in zip(model.parameters(), masters, before, strict=True):
             assert torch.equal(parameter, master.to(parameter.dtype))

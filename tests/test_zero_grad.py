@@ -12,6 +12,7 @@ import amp
 from amp.optimizers import FusedAdam, FusedSGD
 from tests.covering import covering
 from tests.levels import LEVELS
+from tests.models import run_backward, step_on
 
 
 class Heads(nn.Module):
@@ -33,8 +34,7 @@ def train(model: Any, optimizer: Any, in_session: bool) -> list[torch.Tensor]:
         optimizer.zero_grad()
         loss = model([i % 2]).float().pow(2).mean()
         if in_session:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(loss, optimizer)
         else:
             loss.backward()
         optimizer.step()
@@ -62,9 +62,7 @@ def test_an_optimizer_that_was_made_to_write_zeros_writes_them(
     made = optimizer_class(model.parameters(), lr=0.1, set_grad_none=False)
     model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, loss_scale=1.0)
     for _ in range(2):
-        with amp.scale_loss(model([0, 1]).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model([0, 1]).float().sum(), optimizer)
         optimizer.zero_grad(**given)
         for grad in [p.grad for p in model.parameters()]:
             if given.get("set_to_none"):
@@ -107,8 +105,7 @@ def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
     def loss(which: list[int]) -> torch.Tensor:
         return 3 * model(which).float().sum()
 
-    with amp.scale_loss(loss([0, 1]), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(loss([0, 1]), optimizer)
     is_delayed = when == "after a delay"
     with amp.scale_loss(loss([1]), optimizer, delay_unscale=is_delayed) as scaled_loss:
         if when == "before backward":
@@ -118,8 +115,7 @@ def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
             clear(model)
     if is_delayed:
         clear(model)
-        with amp.scale_loss(loss([1]), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss([1]), optimizer)
     grads = [p.grad for p in amp.master_params(optimizer)]
     found = [None if grad is None else float(grad.abs().max()) for grad in grads]
     nothing = None if clears != "zeros" else 0.0
@@ -134,8 +130,7 @@ def test_compiled_code_clears_the_models_gradients(level: str) -> None:
     model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, loss_scale=1.0)
     clear = torch.compile(lambda: model.zero_grad(), backend="eager")
     for _ in range(3):
-        with amp.scale_loss(model(torch.ones(4, 8)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(torch.ones(4, 8)).float().mean(), optimizer)
         assert model.weight.grad.float().max().item() == pytest.approx(1.0)
         optimizer.step()
         clear()
