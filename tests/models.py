@@ -40,7 +40,8 @@ def initialize(models: Any, optimizers: Any, level: str, **kwargs: Any) -> Any:
 
 
 def started(model: nn.Module, make: Callable[[Any], Any], level: str, **options: Any) -> Any:
-    """Return a model and an optimizer that is made of its parameters, initialized as above."""
+    """Return a model and an optimizer that is made of its parameters, initialized as above, quietly."""
+    options.setdefault("verbosity", 0)
     return initialize(model, make(model.parameters()), level, **options)
 
 

@@ -237,9 +237,7 @@ def test_tied_and_frozen_weights_and_buffers_are_copied_as_they_are() -> None:
 def test_a_detached_weight_is_averaged_by_its_master(
     detached: Callable[[Tensor], Tensor], masters: str
 ) -> None:
-    net: Any = net_of()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0, master_weights=masters)
+    net, optimizer = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O5", master_weights=masters)
     train(amp.get_session(), net, optimizer, 1, lambda: None)
     for name, weight in net.named_parameters():
         exact = net.state_dict()[name]
@@ -249,7 +247,7 @@ def test_a_detached_weight_is_averaged_by_its_master(
 
 
 def test_a_weight_that_has_moved_is_averaged_by_its_master() -> None:
-    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O2", verbosity=0)
+    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O2")
     exact, kept = net.state_dict()["0.weight"], []
     for _ in range(2):
         assert torch.equal(torch.zeros_like(exact).lerp_(net[0].weight.data, 1.0), exact)
@@ -282,7 +280,7 @@ def test_parameters_of_an_average_are_moved_towards_masters(made_before: bool, c
 
 
 def test_lerp_in_a_forward_is_torchs() -> None:
-    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O5", verbosity=0)
+    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O5")
     weight: Tensor = net[0].weight
     torch.zeros(weight.shape).lerp(weight, 0.25).sum().backward()
     assert (weight.grad == 0.25).all()
@@ -339,9 +337,7 @@ def test_clones_of_weights_in_16_bits_learn_as_in_fp32(level: str, way: str) -> 
 
 
 def test_the_lerp_of_stylegan_reads_masters() -> None:
-    net: Any = net_of()
-    optimizer: Any = torch.optim.Adam(net.parameters(), 1e-2)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
+    net, optimizer = started(net_of(), lambda p: torch.optim.Adam(p, 1e-2), "O5")
     ema = copy.deepcopy(net)
 
     def average() -> None:
@@ -354,7 +350,7 @@ def test_the_lerp_of_stylegan_reads_masters() -> None:
 def pair_at_o2() -> tuple[Tensor, Tensor]:
     """Return a weight in 16 bits that has a master, detached, and zeros of its shape in FP16."""
     averages._warn_of_narrow_average.cache_clear()
-    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O2", verbosity=0)
+    net, _ = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O2")
     weight: Tensor = net[0].weight.detach()
     return weight, torch.zeros_like(weight)
 
@@ -455,7 +451,7 @@ def test_a_forward_computes_what_it_would_without_amp() -> None:
             self.average.lerp_(self.weight.detach(), 0.01)
             return out
 
-    model, _ = started(Teacher(), lambda p: torch.optim.SGD(p, 0.1), "O5", verbosity=0)
+    model, _ = started(Teacher(), lambda p: torch.optim.SGD(p, 0.1), "O5")
     for training in (True, False):
         model.train(training)
         with torch.set_grad_enabled(training):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from tests.models import run_backward, step_on
+from tests.models import run_backward, started, step_on
 from tests.processes import run_python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -131,10 +131,7 @@ def fork_while_another_thread_steps() -> None:
             return super().step(closure)
 
     is_in_step, may_end = threading.Event(), threading.Event()
-    model: Any = nn.Linear(4, 4)
-    model, optimizer = amp.initialize(
-        model, Slow(model.parameters(), lr=0.1), opt_level="O5", verbosity=0
-    )
+    model, optimizer = started(nn.Linear(4, 4), lambda p: Slow(p, lr=0.1), "O5")
 
     def step() -> None:
         step_on(model(torch.ones(2, 4)).float().sum(), optimizer)

@@ -38,8 +38,10 @@ from tests.fp8_models import (
     initialize,
     net,
     train,
+    trained,
 )
 from tests.models import run_backward, step_on
+from tests.states import assert_same
 from tests.test_host_sync import counted_waits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -47,11 +49,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 # That it trains, and in which numbers.
@@ -71,15 +68,25 @@ def test_every_recipe_follows_half_precision(level: str, recipe: str) -> None:
     assert losses[recipe] == pytest.approx(losses[False], abs=tolerance * start)
 
 
-@pytest.mark.parametrize("level", ["O6", "O7", "fp8-mixed"])
-def test_levels_with_fp8_train(level: str) -> None:
+@pytest.mark.parametrize(
+    ("level", "recipe", "dtype"),
+    [
+        ("O6", "current", torch.float32),
+        ("O7", "current", torch.bfloat16),
+        ("fp8-mixed", "current", torch.float32),
+        ("O8", "nvfp4", torch.float32),
+        ("O9", "nvfp4", torch.bfloat16),
+        ("fp4-mixed", "nvfp4", torch.float32),
+    ],
+)
+def test_levels_with_fp8_and_fp4_train(level: str, recipe: Any, dtype: torch.dtype) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     losses = train(model, optimizer, itertools.repeat(next(batches())), 20)
     assert losses[-1] < 0.5 * losses[0]
-    dtype = torch.bfloat16 if level == "O7" else torch.float32
     assert model.first.weight.dtype is dtype
+    assert amp.get_session().properties.fp8 == Fp8Recipe(recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPE_NAMES if name != "rowwise_gw_hp"])
@@ -167,13 +174,8 @@ def test_inputs_of_any_rank() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_a_loss_scale_changes_nothing(recipe: str) -> None:
-    found = []
-    for scale in (1.0, 2.0**16):
-        model, optimizer = initialize(net(), "O5", recipe, loss_scale=scale)
-        train(model, optimizer, batches(), 4)
-        found.append(weights(model))
-        amp.get_session().close()
-    assert_same(*found)
+    one, other = (trained(recipe, loss_scale=scale)[0] for scale in (1.0, 2.0**16))
+    assert_same(one, other)
 
 
 def test_evaluation_may_stay_in_half_precision() -> None:
@@ -205,30 +207,18 @@ def test_where_casts_are_off_nothing_is_in_fp8() -> None:
     covering(["reentrant", "not reentrant"], RECIPE_NAMES, ["O4", "O5"], strength=1),
 )
 def test_activation_checkpointing_changes_no_bit(level: str, recipe: str, recompute: str) -> None:
-    found = []
-    for how in ("", recompute):
-        model, optimizer = initialize(net(recompute=how), level, recipe)
-        train(model, optimizer, batches(), 4)
-        found.append([*weights(model), *([] if history() is None else [history().amaxes])])
-        amp.get_session().close()
-    assert_same(*found)
+    found, _ = trained(recipe, level=level, recompute=recompute)
+    assert_same(found, trained(recipe, level=level)[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_evaluation_between_steps_changes_no_bit(recipe: str) -> None:
-    found = []
-    for evaluates in (False, True):
-        model, optimizer = initialize(net(), "O5", recipe)
-        data = batches()
-        for _ in range(3):
-            train(model, optimizer, data, 1)
-            if evaluates:
-                with torch.no_grad():
-                    model.eval()(torch.randn(7, WIDTH) * 1000)
-                model.train()
-        found.append([*weights(model), *([] if history() is None else [history().amaxes])])
-        amp.get_session().close()
-    assert_same(*found)
+    def evaluate(i: int, model: nn.Module) -> None:
+        with torch.no_grad():
+            model.eval()(torch.randn(7, WIDTH) * 1000)
+        model.train()
+
+    assert_same(trained(recipe, before_step=evaluate)[0], trained(recipe)[0])
 
 
 def test_layers_that_share_an_input_give_what_each_gives_by_itself(

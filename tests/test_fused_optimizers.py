@@ -26,6 +26,7 @@ from amp.optimizers import (
 from tests.covering import covering
 from tests.levels import DYNAMIC, LEVELS
 from tests.models import initialize, run_backward
+from tests.states import assert_same
 
 LR = 1e-2
 STEPS = 60
@@ -106,8 +107,7 @@ def test_each_is_torchs_and_state_goes_there_and_back(name: str) -> None:
     assert returned.param_groups[0]["weight_decay"] == 0.1
     continued(net, optimizer)
     assert_near(continued(there, at_torch), net)
-    for p, b in zip(net.parameters(), continued(back, returned).parameters(), strict=True):
-        assert torch.equal(p, b)
+    assert_same(net.parameters(), continued(back, returned).parameters())
 
 
 def test_what_torchs_sgd_saved_loads_with_momentum_and_without() -> None:
@@ -246,8 +246,7 @@ def test_a_checkpoint_of_apex_loads(steps: Any) -> None:
     loaded.load_state_dict(saved)
     assert "step" not in loaded.param_groups[0]
     continued(mine, loaded)
-    for p, e in zip(mine.parameters(), continued(net, optimizer).parameters(), strict=True):
-        assert torch.equal(p, e)
+    assert_same(mine.parameters(), continued(net, optimizer).parameters())
 
 
 def test_it_pickles_and_schedulers_move_its_rate() -> None:
@@ -568,8 +567,7 @@ def test_moments_in_16_bits_stay_near_and_resume_exactly(name: str, level: str |
     torch.manual_seed(99)
     resumed_net.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
-    for p, r in zip(last, run(resumed_net, resumed, batches()[40:]), strict=True):
-        assert torch.equal(p, r)
+    assert_same(last, run(resumed_net, resumed, batches()[40:]))
     assert len(first) == len(last)
 
 

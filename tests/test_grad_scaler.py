@@ -20,6 +20,7 @@ import amp
 from amp.errors import AmpAssertionError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.optimizers import FusedAdam, FusedSGD
 from tests.models import run_backward
+from tests.states import assert_same
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -64,14 +65,6 @@ def train(scaler: Any, make: Callable[[Any], Any], steps: int = 30, clip: bool =
         trace.append((scaler.get_scale(), scaler._get_growth_tracker()))
         trace.append([p.detach().clone() for p in model.parameters()])
     return trace
-
-
-def assert_same(mine: list[Any], torchs: list[Any]) -> None:
-    for m, t in zip(mine, torchs, strict=True):
-        if isinstance(m, tuple):
-            assert m == t
-        else:
-            assert all(map(torch.equal, m, t))
 
 
 @pytest.mark.parametrize("clip", [False, True])
@@ -427,14 +420,16 @@ def test_states_go_to_torchs_and_come_back() -> None:
 
 
 def test_a_state_that_cannot_be_loaded_changes_nothing() -> None:
-    scaler = amp.GradScaler("cpu")
+    scaler = amp.GradScaler("cpu", hysteresis=2)
     before = scaler.state_dict()
     with pytest.raises(AmpRuntimeError, match="saved from a GradScaler that was disabled"):
         scaler.load_state_dict({})
     with pytest.raises(AmpValueError, match="has no growth_factor, .*, only scale: it is not a GradSc"):
         scaler.load_state_dict({"scale": 2.0})
-    with pytest.raises(AmpValueError, match="nan"):
-        scaler.load_state_dict({**before, "scale": math.nan})
+    wrong = {"scale": math.nan, "_hysteresis_left": math.nan, "_growth_tracker": 1e39}
+    for name, value in {**wrong, "growth_interval": 10**400}.items():
+        with pytest.raises(AmpValueError, match=name.removeprefix("_hy")):
+            scaler.load_state_dict({**before, "scale": 2.0, name: value})
     assert scaler.state_dict() == before
 
 

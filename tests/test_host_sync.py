@@ -121,9 +121,7 @@ def test_a_step_that_can_skip_on_the_device_never_waits(level: str, kind: str) -
 def test_a_step_decided_by_the_host_waits_once_for_each_block(
     level: str, blocks: int, factor: float
 ) -> None:
-    model = net()
-    optimizer = torch.optim.RMSprop(model.parameters(), foreach=True)
-    model, optimizer = initialize(model, optimizer, level)
+    model, optimizer = started(net(), lambda p: torch.optim.RMSprop(p, foreach=True), level)
     step(model, optimizer)
     with counted_waits() as waits:
         step(model, optimizer, blocks, factor)
@@ -183,14 +181,13 @@ def test_a_state_dict_waits_at_most_twice(level: str, written: int) -> None:
 
 
 def test_the_repr_of_a_session_says_what_it_has_and_does_not_wait() -> None:
-    model = net()
-    model, optimizer = amp.initialize(model, FUSED["AdamW"](model.parameters()), opt_level="O2")
+    model, optimizer = started(net(), FUSED["AdamW"], "O2")
     step(model, optimizer, factor=math.inf)
     session = amp.get_session()
     with counted_waits() as waits:
         text = repr(session)
     assert not waits
-    assert text == "Session('O2', models=[Sequential], optimizers=[AdamW], loss_scale=[32768])"
+    assert text == "Session('O2', models=[Sequential], optimizers=[AdamW], loss_scale=[512])"
     session.close()
     closed = text.replace("AdamW", "").replace(")", ", closed)")
     assert repr(session) == closed
@@ -201,7 +198,7 @@ def test_the_repr_of_a_session_says_what_it_has_and_does_not_wait() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FUSED)
 def test_the_driver_sees_no_wait_either(level: str, kind: str) -> None:
-    model, optimizer = started(net("cuda"), FUSED[kind], level, verbosity=0)
+    model, optimizer = started(net("cuda"), FUSED[kind], level)
     infinity = torch.tensor(float("inf"), device="cuda")
     x = torch.ones(4, 8, device="cuda")
     for _ in range(2):
@@ -217,9 +214,9 @@ def test_the_driver_sees_no_wait_either(level: str, kind: str) -> None:
 
 @pytest.mark.gpu
 def test_messages_reach_the_host_late_and_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    model = net("cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = initialize(model, optimizer, "O2")
+    model, optimizer = started(
+        net("cuda"), lambda p: torch.optim.AdamW(p, fused=True), "O2", verbosity=1
+    )
     step(model, optimizer)
     for _ in range(3):
         step(model, optimizer, factor=float("inf"))

@@ -31,9 +31,11 @@ from tests.models import (
     linear,
     run_backward,
     sgd,
+    started,
     step_on,
     train_on,
 )
+from tests.states import assert_same
 
 
 def train_step(model: nn.Module, optimizer: Any, step: int = 0, **kwargs: Any) -> torch.Tensor:
@@ -79,8 +81,7 @@ def test_o0_is_plain_pytorch_bit_for_bit() -> None:
         loss.backward()
         plain_optimizer.step()
         assert torch.equal(train_step(ours, optimizer, step), loss.detach())
-    for name, value in plain.state_dict().items():
-        assert torch.equal(value, ours.state_dict()[name]), name
+    assert_same(plain.state_dict(), ours.state_dict())
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -154,9 +155,7 @@ class InParts(nn.Module):
 def test_a_part_may_be_in_data_parallel(opt_level: str) -> None:
     weights = []
     for wrap in (nn.Sequential, nn.DataParallel):
-        model = InParts(wrap)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=opt_level, verbosity=0)
+        model, optimizer = started(InParts(wrap), lambda p: torch.optim.SGD(p, lr=0.01), opt_level)
         for step in range(3):
             loss = (
                 model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean()
@@ -212,7 +211,6 @@ def test_a_part_in_ddp_is_refused_where_it_would_reduce_wrongly(opt_level: str) 
             TypeError,
             "optimizers must be a torch.optim.Optimizer.*got str",
         ),
-        (lambda m: m, lambda m: torch.optim.SGD, TypeError, "optimizers must be .* got type"),
         (lambda m: m, lambda m: [sgd(m)] * 2, RuntimeError, r"optimizers\[1\] is in the list twice"),
     ],
 )
@@ -247,8 +245,7 @@ def test_a_model_that_is_half_already_where_that_is_allowed(cast: Any, masters: 
         allow_incoming_model_not_fp32=True,
         loss_scale=128.0,
     )
-    for parameter, value in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, value)
+    assert_same(model.parameters(), before)
     for value, master in zip(before, model.state_dict().values(), strict=True):
         assert torch.equal(master, value.float())
     step_on(torch.stack([p.float().sum() for p in model.parameters()]).sum(), optimizer)
@@ -265,9 +262,7 @@ def test_a_lazy_model_is_refused_until_it_has_weights() -> None:
 
 
 def test_an_optimizer_of_a_live_session_is_refused_and_one_of_a_closed_is_not() -> None:
-    model = linear()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level="O1")
+    model, optimizer = started(linear(), sgd, "O1")
     with pytest.raises(RuntimeError, match=r"get_session\(optimizer\).close\(\)"):
         amp.initialize(linear(), optimizer, opt_level="O1")
     amp.get_session(optimizer).close()
@@ -286,10 +281,7 @@ def test_numbers_of_every_kind_are_numbers() -> None:
     two: Any = np.int64(2)
     one: Any = np.int64(1)
     scales: list[Any] = [np.float32(128), torch.tensor(64.0)]
-    model = linear()
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O2", num_losses=two, loss_scale=scales[0]
-    )
+    model, optimizer = started(linear(), sgd, "O2", num_losses=two, loss_scale=scales[0])
     run_backward(model(torch.ones(1, 4)).sum(), optimizer, loss_id=one)
     amp.initialize(linear(), opt_level="O2", loss_scale=scales[1], min_loss_scale=0)
     assert amp.loss_scale() == 64.0
@@ -336,8 +328,7 @@ def test_a_failed_initialize_changes_nothing(level: str) -> None:
         assert torch.equal(value, before[name]), name
     assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
     for index, entries in first.state_dict()["state"].items():
-        for key, value in entries.items():
-            assert torch.equal(value, state["state"][index][key])
+        assert_same(entries, state["state"][index])
     assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     assert torch.mm(torch.eye(2), torch.eye(2)).dtype is torch.float32
     with pytest.raises(RuntimeError, match="before amp.initialize"):
@@ -346,9 +337,7 @@ def test_a_failed_initialize_changes_nothing(level: str) -> None:
 
 
 def test_a_failed_initialize_leaves_the_session_before_it() -> None:
-    model = linear()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level="O1")
+    model, optimizer = started(linear(), sgd, "O1")
     with pytest.raises(RuntimeError):
         amp.initialize(linear().half(), opt_level="O2")
     assert model(torch.ones(1, 4)).dtype is torch.float16
@@ -376,9 +365,7 @@ def test_a_session_whose_first_initialize_failed_may_be_initialized(level: str) 
 @pytest.mark.parametrize(("first", "second"), covering(LEVELS, LEVELS[::-1], strength=1))
 def test_a_sweep_in_one_process_equals_runs_of_their_own(first: str, second: str) -> None:
     def run(level: str) -> list[torch.Tensor]:
-        model = conv_net()
-        optimizer = sgd(model)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level)
+        model, optimizer = started(conv_net(), sgd, level)
         for step in range(3):
             train_step(model, optimizer, step)
         return [p.detach().clone() for p in model.parameters()]
@@ -398,36 +385,6 @@ def test_two_models_initialized_one_after_the_other_both_train() -> None:
     for model, optimizer in pairs:
         losses = [train_step(model, optimizer).item() for _ in range(10)]
         assert losses[-1] < losses[0] / 2
-
-
-def test_sessions_side_by_side_and_closed_in_any_order() -> None:
-    eye = torch.eye(2)
-    half, brain = amp.Session("O1"), amp.Session("O4")
-    half.initialize(None)
-    assert (eye @ eye).dtype is torch.float16
-    brain.initialize(None)
-    assert (eye @ eye).dtype is torch.bfloat16
-    half.close()
-    assert (eye @ eye).dtype is torch.bfloat16
-    brain.close()
-    assert (eye @ eye).dtype is torch.float32
-
-
-def test_an_old_session_is_freed_with_its_model() -> None:
-    import gc
-    import weakref
-
-    model = linear()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer, opt_level="O2")
-    train_linear(model, optimizer)
-    master = weakref.ref(next(iter(amp.master_params(optimizer))))
-    session = weakref.ref(amp.get_session())
-    del model, optimizer
-    amp.initialize(linear(), opt_level="O0")
-    gc.collect()
-    assert master() is None
-    assert session() is None
 
 
 # Closing.
@@ -490,16 +447,7 @@ def test_a_model_of_a_closed_session_is_trained_on_as_if_nothing_had_happened(
             if step + 1 == close_after:
                 amp.get_session(optimizer).close()
         ends.append(model.state_dict())
-    for name, value in ends[0].items():
-        assert torch.equal(value, ends[1][name]), name
-
-
-def test_close_is_safe_after_an_exception() -> None:
-    model = linear()
-    with pytest.raises(ZeroDivisionError), amp.Session("O1") as session:
-        session.initialize(model, sgd(model))
-        raise ZeroDivisionError
-    assert model(torch.ones(1, 4)).dtype is torch.float32
+    assert_same(ends[0], ends[1])
 
 
 def test_a_session_takes_more_models_later() -> None:

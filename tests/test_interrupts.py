@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import amp
 from amp.casting.regions import forwards, give_torchs_cache, take_torchs_cache
-from tests.interrupting import GRAD_MODES, Interrupter, every_nth_line
+from tests.interrupting import GRAD_MODES, Interrupter, every_nth_line, interrupt
 from tests.models import run_backward, started, train_on
 
 # Since Python 3.14 the end of a generator is traced too, where Python ignores an exception.
@@ -52,7 +52,7 @@ def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
 
 def make(level: str, optimizer: Callable[..., Any]) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model, made = started(Net(), lambda p: optimizer(p, lr=1e-2), level, verbosity=0)
+    model, made = started(Net(), lambda p: optimizer(p, lr=1e-2), level)
     return model, made, torch.randn(8, 16), torch.randn(8, 1)
 
 
@@ -67,15 +67,11 @@ def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
     parts = make(level, optimizer)
     for _ in range(2):
         step(*parts)
-    counted = Interrupter()
-    with counted.active():
-        step(*parts)
+    counted = interrupt(-1, lambda: step(*parts))
     assert counted.lines > 300
     before = state_of_torch()
     for line in range(0, counted.lines, every):
-        interrupter = Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            step(*parts)
+        interrupter = interrupt(line, lambda: step(*parts))
         assert state_of_torch() == before, interrupter.place
         parts[1].zero_grad()
         parts[0](parts[2])  # outside of regions a thread may leave the place to its next forward
@@ -109,9 +105,7 @@ def test_an_interrupt_leaves_autograd_as_it_was(
         with torch.no_grad():
             model.out.weight.add_(1.0)  # which its master is to follow
             optimizer.param_groups[0]["params"][0].add_(1.0)  # which its weight is to follow
-        interrupter = Interrupter(at, (GRAD_MODES,))
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            unit(model, optimizer, x)
+        interrupter = interrupt(at, lambda: unit(model, optimizer, x), (GRAD_MODES,))
         amp.get_session(optimizer).close()
         return interrupter
 
@@ -182,15 +176,11 @@ def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any
     """The scale has moved where the gradients are there; the next block is right in any case."""
     run = Units(level, optimizer)
     before = run.state()
-    counted = Interrupter()
-    with counted.active():
-        run.block()
+    counted = interrupt(-1, run.block)
     after, gradients = run.state(), run.gradients()
     for line in range(0, counted.lines, every):
         run = Units(level, optimizer)
-        interrupter = Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            run.block()
+        interrupter = interrupt(line, run.block)
         found, state = run.gradients(), run.state()
         if found.count(None) == len(found):  # the scale has moved, or not
             assert is_same(state, before) or is_same(state, after), interrupter.place
@@ -210,9 +200,7 @@ def test_an_interrupted_look_at_gradients_may_be_repeated(level: str, every: int
     def run(at: int) -> tuple[Interrupter, list[Any]]:
         made = Units(level, amp.optimizers.FusedAdam)
         made.block()
-        interrupter = Interrupter(at)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            made.gradients()
+        interrupter = interrupt(at, made.gradients)
         found = made.gradients()
         made.optimizer.zero_grad()
         amp.get_session(made.optimizer).close()
@@ -290,14 +278,10 @@ def test_masters_agree_with_weights_after_an_interrupted_load(
     model, made = amp.initialize(model, made, opt_level="O5", verbosity=0, **options)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = {name: tensor + 1 for name, tensor in old.items()}
-    counted = Interrupter()
-    with counted.active():
-        model.load_state_dict(new)
+    counted = interrupt(-1, lambda: model.load_state_dict(new))
     for line in counted.first[::every]:
         model.load_state_dict(old)
-        interrupter = Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            model.load_state_dict(new)
+        interrupter = interrupt(line, lambda: model.load_state_dict(new))
         torch.set_grad_enabled(True)  # which torch's own loading has disabled
         for name, values in model.state_dict().items():
             weight = model.get_parameter(name)
@@ -320,12 +304,8 @@ def test_an_interrupted_region_without_casts_is_over() -> None:
         with amp.disable_casts():
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 
-    counted = Interrupter()
-    with counted.active():
-        region()
+    counted = interrupt(-1, region)
     before = state_of_torch()
     for line in range(counted.lines):
-        interrupter = Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            region()
+        interrupter = interrupt(line, region)
         assert state_of_torch() == before, interrupter.place

@@ -17,6 +17,7 @@ from tests.covering import covering
 from tests.levels import WITH_MASTERS
 from tests.models import initialize, run_backward, step_on
 from tests.processes import run_python
+from tests.states import assert_same, load, saved_of
 from tests.test_scaled_grads import Plain, block, failing_step, loss_of
 
 OPTIMIZERS: dict[str, Any] = {
@@ -49,11 +50,6 @@ def train(model: Any, optimizer: Any, first: int = 0, last: int = 10) -> dict[st
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 @pytest.mark.parametrize(("level", "optimizer"), covering(WITH_MASTERS, OPTIMIZERS, strength=1))
 def test_split16_trains_bit_for_bit(level: str, optimizer: str) -> None:
     whole = train(*make(True, level, optimizer))
@@ -81,15 +77,13 @@ def test_checkpoints_convert_exactly(masters: tuple[Any, Any], optimizer: str) -
     expected = train(*make(True, "O5", optimizer))
     model, opt = make(masters[0], "O5", optimizer)
     train(model, opt, last=5)
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
+    saved = saved_of(model, opt)
     model, opt = make(masters[1], "O5", optimizer)
     loss_of(model).backward()
-    model.load_state_dict(saved[0])
-    opt.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
+    load(saved, model, opt)
     opt.zero_grad()
-    assert_equal(model.state_dict(), saved[0])
-    assert_equal(expected, train(model, opt, first=5))
+    assert_same(model.state_dict(), saved[0])
+    assert_same(expected, train(model, opt, first=5))
 
 
 @pytest.mark.parametrize(
@@ -101,13 +95,11 @@ def test_resume_is_exact(kind: str, optimizer: str, level: str) -> None:
     model, opt = make(kind, level, optimizer, width=1024)
     train(model, opt, last=5)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
+    saved = saved_of(model, opt)
     model, opt = make(kind, level, optimizer, width=1024)
-    model.load_state_dict(saved[0])
-    opt.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
+    load(saved, model, opt)
     assert all(map(torch.equal, weights, model.parameters()))
-    assert_equal(expected, train(model, opt, first=5))
+    assert_same(expected, train(model, opt, first=5))
 
 
 @pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
@@ -116,14 +108,12 @@ def test_resume_is_exact_after_zeros_were_written_without_a_trace(level: str, ki
     model, opt = make(kind, level)
     train(model, opt, last=3)
     model[0].weight.data[::2] = 0.0
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
+    saved = saved_of(model, opt)
     assert not saved[0]["0.weight"][::2].any()
     expected = train(model, opt, first=3)
     model, opt = make(kind, level)
-    model.load_state_dict(saved[0])
-    opt.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
-    assert_equal(expected, train(model, opt, first=3))
+    load(saved, model, opt)
+    assert_same(expected, train(model, opt, first=3))
 
 
 @pytest.mark.parametrize("kind", ["split16", "kahan"])
@@ -143,7 +133,7 @@ def test_what_is_written_to_weights_stays(optimizer: str, kind: str) -> None:
     assert not after["0.weight"][0].any()
     assert torch.equal(after["0.weight"].bfloat16(), written)
     assert torch.equal(after["0.weight"][5:], before["0.weight"][5:])
-    assert_equal({k: v for k, v in after.items() if k != "0.weight"}, before)
+    assert_same(after | {"0.weight": before["0.weight"]}, before)
     model.load_state_dict(after | {"0.weight": written.float()})
     assert torch.equal(model.state_dict()["0.weight"], written.float())
     model.load_state_dict(after)
@@ -165,7 +155,7 @@ def test_a_weight_that_is_overwritten_rounds_to_what_was_written(overwrite: Any,
     saved = model.state_dict()
     half_a_unit = weight.float().abs() * 2**-8
     assert ((saved["0.weight"] - weight.float()).abs() <= half_a_unit).all()
-    assert_equal({name: value for name, value in saved.items() if name != "0.weight"}, others)
+    assert_same({name: value for name, value in saved.items() if name != "0.weight"}, others)
     train(model, opt, first=3)
 
 
@@ -179,7 +169,7 @@ def test_values_that_float16_does_not_have_are_refused_by_name(kind: str) -> Non
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(AmpValueError, match="1.weight would get values beyond 65504"):
         amp.initialize(model, optimizer, opt_level="O2", master_weights=kind, verbosity=0)
-    assert_equal(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
     with torch.no_grad():
         model[1].weight[0, 0] = -torch.inf  # a mask, which float16 has
         model[1].weight[0, 1] = 65504.0
@@ -189,7 +179,7 @@ def test_values_that_float16_does_not_have_are_refused_by_name(kind: str) -> Non
     bad["1.weight"] = torch.full((4, 4), -1e5)
     with pytest.raises(AmpValueError, match="1.weight would get values beyond 65504"):
         model.load_state_dict(bad)
-    assert_equal(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
     model[0].weight.data = torch.full((4, 4), 1e5)
     with pytest.raises(AmpValueError, match="'0.weight' would get values beyond 65504"):
         optimizer.step()
@@ -258,7 +248,7 @@ def test_a_weight_that_is_put_back_has_all_its_bits() -> None:
             kept = weight.clone()
             weight.copy_(torch.randn(weight.shape))
             weight.copy_(kept)
-    assert_equal(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW"])
@@ -271,7 +261,7 @@ def test_a_frozen_parameter_keeps_its_bits(optimizer: str) -> None:
         train(model, opt, first=2, last=4)
         model[3].weight.requires_grad_(True)
         ends.append(train(model, opt, first=4))
-    assert_equal(*ends)
+    assert_same(*ends)
 
 
 def test_lbfgs() -> None:
@@ -288,7 +278,7 @@ def test_lbfgs() -> None:
 
         optimizer.step(closure)
         ends.append(model.state_dict())
-    assert_equal(*ends)
+    assert_same(*ends)
 
 
 CLOSURE_OPTIMIZERS: dict[str, Any] = {
@@ -323,14 +313,12 @@ def test_resume_is_exact_where_the_optimizer_calls_a_closure(kind: str, name: st
     model, optimizer = start()
     half = train_by_closures(model, optimizer, range(3))
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    saved = saved_of(model, optimizer)
     model, optimizer = start()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
+    load(saved, model, optimizer)
     assert all(map(torch.equal, weights, model.parameters()))
-    assert_equal(half, model.state_dict())
-    assert_equal(expected, train_by_closures(model, optimizer, range(3, 6)))
+    assert_same(half, model.state_dict())
+    assert_same(expected, train_by_closures(model, optimizer, range(3, 6)))
     assert any(not torch.equal(half[key], expected[key]) for key in half)
 
 
@@ -353,7 +341,7 @@ def test_an_error_in_a_step_leaves_every_group_and_value() -> None:
         failing_step(model, optimizer)
         assert len(optimizer.param_groups) == 2
         if optimizer_class is FusedAdam:  # Plain steps one group after another
-            assert_equal(model.state_dict(), before)
+            assert_same(model.state_dict(), before)
         assert all(value.isfinite().all() for value in model.state_dict().values())
         optimizer.step()
         block(model, optimizer, 3)

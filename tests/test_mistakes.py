@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import amp
 from tests.covering import covering
-from tests.models import run_backward, step_on
+from tests.models import run_backward, started, step_on
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -103,11 +103,8 @@ def test_each_parameter_is_stepped_in_the_backward(level: str, make: Any) -> Non
 def test_a_step_in_the_backward_is_refused_while_gradients_are_scaled() -> None:
     model, optimizer = start("O2")
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with (
-        pytest.raises(RuntimeError, match="such as O4 or O5"),
-        amp.scale_loss(model(X).mean(), optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="such as O4 or O5"):
+        run_backward(model(X).mean(), optimizer)
 
 
 def step_of_super(optimizer: Any) -> None:
@@ -198,10 +195,7 @@ def test_work_on_other_devices_than_the_models_is_not_cast(level: str) -> None:
 
 def test_saving_before_the_first_step_is_no_step_without_scale_loss() -> None:
     """torch makes an optimizer's state by a step, which is none of the training's."""
-    model = nn.Linear(4, 4)
-    model, optimizer = amp.initialize(
-        model, torch.optim.Adam(model.parameters()), opt_level="O2", verbosity=0
-    )
+    model, optimizer = started(nn.Linear(4, 4), torch.optim.Adam, "O2")
     state_of_model, state_of_optimizer = amp.get_state_dict(model, optimizer)
     amp.set_state_dict(
         model, optimizer, model_state_dict=state_of_model, optim_state_dict=state_of_optimizer
@@ -215,16 +209,11 @@ def test_saving_before_the_first_step_is_no_step_without_scale_loss() -> None:
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_parameters_that_are_assigned_to_groups_are_refused(level: str, make: Any) -> None:
     """They would be stepped in 16 bits, and masters would overwrite them."""
-    model: Any = nn.Linear(4, 4)
-    optimizer = make(model.parameters(), lr=1e-2)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(nn.Linear(4, 4), lambda p: make(p, lr=1e-2), level)
     optimizer.param_groups[0]["params"] = list(model.parameters())
     loss = model(torch.ones(2, 4)).sum()
-    with (
-        pytest.raises(amp.AmpError, match=r"hold 16-bit parameters.*\('weight', 'bias'\)"),
-        amp.scale_loss(loss, optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
+    with pytest.raises(amp.AmpError, match=r"hold 16-bit parameters.*\('weight', 'bias'\)"):
+        run_backward(loss, optimizer)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, amp.optimizers.FusedAdam])

@@ -32,6 +32,7 @@ from tests.models import (
     started,
     step_on,
 )
+from tests.states import assert_same
 
 # Containers.
 
@@ -440,11 +441,9 @@ def test_the_state_dict_is_fp32_in_the_same_order_and_loads_back(level: str) -> 
             assert torch.equal(state[name], value), name
     assert model.head.state_dict()["weight"].dtype is torch.float32
     plain.load_state_dict(state)
-    other = conv_net(1)
-    other, other_optimizer = initialize(other, sgd(other), level)
+    other, other_optimizer = started(conv_net(1), sgd, level)
     other.load_state_dict(state)
-    for name, value in other.state_dict().items():
-        assert torch.equal(value, state[name]), name
+    assert_same(other.state_dict(), state)
     other_optimizer.step()
     for name, value in other.state_dict().items():
         assert torch.equal(value, state[name]), f"{name}: stale masters came back"

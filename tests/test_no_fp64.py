@@ -33,7 +33,7 @@ from amp.optimizers import (
     FusedSGD,
 )
 from tests.levels import DYNAMIC, WITH_MASTERS
-from tests.models import batch, conv_net, run_backward
+from tests.models import batch, conv_net, run_backward, started
 
 LIBRARY = (*amp.__path__, *kernels.__path__)
 SCALING: dict[str, Any] = {"init": 2.0**12, "growth_interval": 2, "hysteresis": 2}
@@ -106,9 +106,7 @@ def run(level: str, name: str, **options: Any) -> None:
     """Train, save, load into new objects, and go on."""
     files = []
     for turn in range(2):
-        model = conv_net()
-        optimizer = OPTIMIZERS[name](model.parameters())
-        amp.initialize(model, optimizer, opt_level=level, num_losses=2, verbosity=0, **options)
+        model, optimizer = started(conv_net(), OPTIMIZERS[name], level, num_losses=2, **options)
         if turn:
             saved, state, scalers = torch.load(io.BytesIO(files[0]), weights_only=True)
             model.load_state_dict(saved)

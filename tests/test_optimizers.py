@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.models import (
     started,
     step_on,
 )
+from tests.states import assert_same
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "ASGD": {"lr": 0.01},
@@ -92,8 +92,7 @@ def test_optimizers_of_others_train(name: str, level: str) -> None:
             optimizer.step()
         assert loss_of(model).item() < first
         ends.append(model.state_dict())
-    for name, value in ends[0].items():
-        assert torch.equal(value, ends[-1][name]), name
+    assert_same(ends[0], ends[-1])
 
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
@@ -172,35 +171,6 @@ def test_add_param_group(level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "how"),
-    covering(LEVELS, ["none", "zero", "positional", "model", "model_zero"], strength=1),
-)
-def test_zero_grad_in_every_form(level: str, how: str) -> None:
-    model, optimizer = started(conv_net(), lambda p: sgd(p, momentum=0), level)
-    reference = None
-    for _ in range(2):
-        if how == "none":
-            optimizer.zero_grad(set_to_none=True)
-        elif how == "zero":
-            optimizer.zero_grad(set_to_none=False)
-        elif how == "positional":
-            optimizer.zero_grad(False)
-        else:
-            model.zero_grad(set_to_none=how == "model")
-        backward(model, optimizer)
-        grads = [p.grad.clone() for p in amp.master_params(optimizer)]
-        if reference is not None:
-            for new, old in zip(grads, reference, strict=True):
-                torch.testing.assert_close(new, old, rtol=1e-4, atol=1e-4)
-        reference = grads
-        with torch.no_grad():
-            for group in optimizer.param_groups:
-                group["lr"] = 0.0
-        model.norm.momentum = 0.0
-        optimizer.step()
-
-
-@pytest.mark.parametrize(
     ("level", "optimizer_class", "blocks"),
     covering(
         ["O0", "O1", "O2", "O4", "O5"], [torch.optim.SparseAdam, torch.optim.SGD], [1, 2], strength=1
@@ -270,7 +240,7 @@ def test_lbfgs(level: str, loss_scale: Any) -> None:
 
 
 def test_a_closure_that_always_overflows_is_an_error() -> None:
-    model, optimizer = started(linear(), sgd, "O2", verbosity=0)
+    model, optimizer = started(linear(), sgd, "O2")
 
     def closure() -> Tensor:
         return run_backward(model(torch.ones(1, 4)).sum() * math.inf, optimizer)
@@ -294,21 +264,19 @@ def test_learning_rate_schedulers(level: str, when: str, first_step_overflows: b
     model = conv_net()
     optimizer = sgd(model)
     schedulers = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if when != "after":
-            schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
-        model, optimizer = initialize(model, optimizer, level)
-        if when != "before":
-            schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
-        for step in range(2):
-            optimizer.zero_grad()
-            with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
-                overflow = first_step_overflows and step == 0 and level in DYNAMIC
-                (scaled_loss * (math.inf if overflow else 1.0)).backward()
-            optimizer.step()
-            for scheduler in schedulers:
-                scheduler.step()
+    if when != "after":
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    model, optimizer = initialize(model, optimizer, level)
+    if when != "before":
+        schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+    for step in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(loss_of(model), optimizer) as scaled_loss:
+            overflow = first_step_overflows and step == 0 and level in DYNAMIC
+            (scaled_loss * (math.inf if overflow else 1.0)).backward()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.25 ** len(schedulers)
 
 
@@ -399,9 +367,7 @@ def test_a_model_moved_after_initialize_gets_an_error() -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 @pytest.mark.parametrize("when", ["before the block", "after the block"])
 def test_a_model_cast_after_initialize_gets_an_error(level: str, when: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
-    optimizer = FusedAdam(model.parameters())
-    model, optimizer = initialize(model, optimizer, level)
+    model, optimizer = started(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)), FusedAdam, level)
     other = torch.bfloat16 if level == "O2" else torch.float16
     if when == "before the block":
         model[1].to(other)
@@ -421,8 +387,7 @@ def test_a_model_cast_after_initialize_gets_an_error(level: str, when: str) -> N
 
 @pytest.mark.parametrize("level", MASTER_LEVELS)
 def test_a_model_cast_to_fp32_after_initialize_is_cast_back_and_named(level: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2))
-    model, _optimizer = initialize(model, FusedAdam(model.parameters()), level)
+    model, _optimizer = started(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)), FusedAdam, level)
     dtype = model[1].weight.dtype
     model[1].float()
     with pytest.warns(amp.AmpWarning, match=r"^'1.weight' is torch.float32 and was .* same values"):
@@ -485,13 +450,10 @@ def test_a_complex_gradient_is_refused_by_name_and_nothing_else_changes(
     if accumulate:
         run_backward(model(x, rotate=False).sum(), optimizer)
     kept = [p.grad.clone() if p.grad is not None else None for p in amp.master_params(optimizer)]
-    with (
-        pytest.raises(
-            TypeError, match=r"the gradient of 'phase' is torch.complex64 and cannot be unsc"
-        ),
-        amp.scale_loss(model(x).sum(), optimizer) as scaled_loss,
+    with pytest.raises(
+        TypeError, match=r"the gradient of 'phase' is torch.complex64 and cannot be unsc"
     ):
-        scaled_loss.backward()
+        run_backward(model(x).sum(), optimizer)
     for parameter, grad in zip(amp.master_params(optimizer), kept, strict=True):
         if grad is None or parameter.grad is None:
             assert grad is parameter.grad
@@ -602,11 +564,8 @@ def test_a_gradient_that_is_refused_leaves_no_optimizer_of_the_block_half_done(
     initialize([good, odd], optimizers, level)
     for factor in (1.0, math.inf):
         loss = (good(torch.ones(1, 4)).float() * odd[0]).abs().sum() * factor
-        with (
-            pytest.raises(TypeError, match="the gradient of '0' is torch.complex64"),
-            amp.scale_loss(loss, optimizers, delay_unscale=delay) as scaled_loss,
-        ):
-            scaled_loss.backward()
+        with pytest.raises(TypeError, match="the gradient of '0' is torch.complex64"):
+            run_backward(loss, optimizers, delay_unscale=delay)
         for optimizer in optimizers:
             assert all(p.grad is None for p in amp.master_params(optimizer))
         assert good.weight.grad is None

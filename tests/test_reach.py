@@ -270,12 +270,6 @@ def test_a_step_inside_a_forward_is_seen_by_it() -> None:
     assert not torch.equal(first, second)
 
 
-def test_methods_of_tensors_can_be_pickled() -> None:
-    amp.initialize(Net(), opt_level="O1")
-    for function in (Tensor.softmax, torch.exp, F.gelu):
-        assert pickle.loads(pickle.dumps(function)) is function
-
-
 def test_backward_hooks_cast_like_everything_else() -> None:
     model = amp.initialize(Net(), opt_level="O1")
     out = model(X)[0].float()
@@ -289,18 +283,16 @@ def test_backward_hooks_cast_like_everything_else() -> None:
     assert seen == [HALF, WIDE]
 
 
-def test_a_gradient_penalty() -> None:
-    class Critic(nn.Sequential):
-        pass
-
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_a_gradient_penalty(level: str) -> None:
     def penalty(model: nn.Module, x: Tensor) -> Tensor:
         (grad,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
         return (grad.float().norm(2, dim=1) - 1).square().mean()
 
     torch.manual_seed(0)
-    model = Critic(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     plain = copy.deepcopy(model)
-    model, _ = initialize(model, sgd(model), "O4")
+    model, _ = initialize(model, sgd(model), level)
     penalty(model, X.clone().requires_grad_()).backward()
     amp.get_session().close()
     penalty(plain, X.clone().requires_grad_()).backward()

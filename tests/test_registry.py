@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -226,6 +227,8 @@ def test_errors_say_what_is_there(extension: Any) -> None:
         amp.register_half_function(extension, "value")
     with pytest.raises(ValueError, match="Linear is no function but a type"):
         amp.register_half_function(torch.nn, "Linear")
+    with pytest.raises(ValueError, match="builtins is a module of Python"):
+        amp.register_float_function(builtins, "len")
     with pytest.raises(ValueError, match="int is a type of Python itself"):
         amp.register_half_function(int, "bit_length")
     with pytest.raises(TypeError, match="name is 3, a int; give a string"):

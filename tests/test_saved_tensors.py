@@ -10,6 +10,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import amp
 from tests.models import train_on
+from tests.states import assert_same
 
 
 def train(level: str, hooks: Any) -> list[Tensor]:
@@ -32,8 +33,7 @@ def train(level: str, hooks: Any) -> list[Tensor]:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7"])
 def test_saved_tensors_may_wait_on_the_cpu(level: str, hooks: Any) -> None:
     plain = train(level, lambda: saved_tensors_hooks(lambda x: x, lambda x: x))
-    for found, expected in zip(train(level, hooks), plain, strict=True):
-        assert torch.equal(found, expected)
+    assert_same(train(level, hooks), plain)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O6"])
@@ -42,5 +42,4 @@ def test_also_if_the_hooks_were_entered_before_initialize(level: str) -> None:
     with saved_tensors_hooks(lambda x: x.cpu(), lambda x: x), save_on_cpu():
         inside = train(level, nullcontext)
         amp.get_session().close()
-    for found, expected in zip(inside, plain, strict=True):
-        assert torch.equal(found, expected)
+    assert_same(inside, plain)

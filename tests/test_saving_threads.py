@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import amp
 from tests.covering import covering
 from tests.models import train_on
+from tests.states import assert_same
 
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
@@ -56,8 +57,7 @@ def train(
 )
 def test_saving_meanwhile_changes_nothing(level: str, name: str, options: Any) -> None:
     alone, watched = (train(level, name, saves, **options) for saves in (False, True))
-    for key, tensor in watched.items():
-        assert torch.equal(tensor, alone[key]), key
+    assert_same(watched, alone)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals")
@@ -97,5 +97,4 @@ def test_saving_in_a_signal_handler_changes_nothing(level: str, name: str, optio
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(seen) > 3
-    for key, tensor in watched.items():
-        assert torch.equal(tensor, alone[key]), key
+    assert_same(watched, alone)

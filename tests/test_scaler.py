@@ -120,7 +120,7 @@ def overflow(model: nn.Module, optimizer: Any, factor: float = math.inf, **kwarg
 def test_an_overflow_that_a_good_block_follows_is_reported_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model, optimizer = started(linear(), sgd, "O2")
+    model, optimizer = started(linear(), sgd, "O2", verbosity=1)
     overflow(model, optimizer)
     overflow(model, optimizer, factor=1.0)
     optimizer.step()
@@ -150,7 +150,7 @@ def test_what_a_device_decides_is_reported_when_it_has_arrived(
         copies.underway.append((number, copy, Event()))  # type: ignore[arg-type]
 
     monkeypatch.setattr(HostCopies, "send", late)
-    model, optimizer = started(linear(), lambda p: torch.optim.AdamW(p, fused=True), "O2")
+    model, optimizer = started(linear(), lambda p: torch.optim.AdamW(p, fused=True), "O2", verbosity=1)
     for factor in (1.0, math.inf, math.inf):
         overflow(model, optimizer, factor)
         optimizer.step()
@@ -201,7 +201,7 @@ def test_a_graph_made_inside_a_block_outlives_it(level: str) -> None:
 def test_an_overflow_skips_the_step_once_and_says_so(
     level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, optimizer = started(linear(), sgd, level)
+    model, optimizer = started(linear(), sgd, level, verbosity=1)
     start = model.weight.detach().clone()
     overflow(model, optimizer)
     assert not caplog.records
@@ -237,7 +237,7 @@ def test_other_ranks_are_silent(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    model, optimizer = started(linear(), sgd, "O2")
+    model, optimizer = started(linear(), sgd, "O2", verbosity=1)
     overflow(model, optimizer)
     optimizer.step()
     assert not caplog.records
@@ -260,8 +260,7 @@ def test_an_overflow_skips_only_the_optimizers_of_its_loss(
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_static_scale_checks_nothing_as_in_apex(level: str) -> None:
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, loss_scale=2.0)
+    model, optimizer = started(linear(), sgd, level, loss_scale=2.0)
     overflow(model, optimizer)
     optimizer.step()
     assert not amp.step_was_skipped(optimizer)
@@ -283,10 +282,7 @@ def test_a_static_scale_checks_nothing_as_in_apex(level: str) -> None:
 def test_overflows_without_end_are_pointed_out_once(
     scaling: dict[str, Any], first_warning: int | None
 ) -> None:
-    model = linear()
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O2", loss_scale=scaling, verbosity=0
-    )
+    model, optimizer = started(linear(), sgd, "O2", loss_scale=scaling)
     warned_at = []
     for step in range(1, 121):
         with warnings.catch_warnings(record=True) as caught:
@@ -303,10 +299,7 @@ def test_overflows_without_end_are_pointed_out_once(
 
 
 def test_a_good_step_resets_the_patience() -> None:
-    model = linear()
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O2", loss_scale={"init": 1.0, "overflow_patience": 3}, verbosity=0
-    )
+    model, optimizer = started(linear(), sgd, "O2", loss_scale={"init": 1.0, "overflow_patience": 3})
     for factor in (math.inf, math.inf, 1.0) * 4:  # a warning would be an error here
         optimizer.zero_grad()
         overflow(model, optimizer, factor)
@@ -344,10 +337,7 @@ def test_the_default_dtype_is_not_the_scalers(dtype: torch.dtype) -> None:
 
 
 def test_a_warning_that_is_an_error_does_not_keep_a_session_open() -> None:
-    model = linear()
-    model, optimizer = initialize(
-        model, sgd(model), "O1", verbosity=0, loss_scale={"init": 1, "overflow_patience": 1}
-    )
+    model, optimizer = started(linear(), sgd, "O1", loss_scale={"init": 1, "overflow_patience": 1})
     original = torch.nn.functional.linear.__wrapped__
     overflow(model, optimizer)
     with pytest.raises(amp.AmpWarning, match="1 overflows in a row"):
@@ -414,8 +404,7 @@ def test_a_bad_batch_does_not_reach_the_weights(caplog: pytest.LogCaptureFixture
 
 @pytest.mark.parametrize("scaling", [1.0, {"mode": "static", "init": 1, "check": False}])
 def test_a_number_or_check_false_checks_nothing(scaling: Any) -> None:
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O5", loss_scale=scaling)
+    model, optimizer = started(linear(), sgd, "O5", loss_scale=scaling)
     overflow(model, optimizer)
     optimizer.step()
     assert not torch.isfinite(model.weight).all()

@@ -25,7 +25,8 @@ from amp.optimizers.state_dicts import pack_moments, unpack_moments
 from tests.covering import covering
 from tests.kernels.numbers_of import numbers_of
 from tests.living import Living, tensors_in
-from tests.models import step_on, train_on
+from tests.models import step_on
+from tests.states import assert_same, load, saved_of
 
 SMALL: dict[str, Any] = {"master_weights": "split24", "state_dtype": "packed16"}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -41,21 +42,16 @@ def build(level: str = "O5", cls: Any = FusedAdam, **options: Any) -> tuple[Any,
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **chosen)
 
 
-def train(model: Any, optimizer: Any, steps: range) -> None:
+def train(model: Any, optimizer: Any, steps: range, set_to_none: bool = True) -> None:
     for i in steps:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
-        train_on(model(x).square().mean(), optimizer)
+        step_on(model(x).square().mean(), optimizer)
+        optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def all_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     states = optimizer.state_dict()["state"]
     return model.state_dict() | {f"{i}.{k}": v for i, own in states.items() for k, v in own.items()}
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
 
 
 # The formats.
@@ -214,22 +210,31 @@ def test_weights_stay_beside_those_of_fp32_state(level: str, options: dict[str, 
         assert float(off) < 0.25 * float(way), name
 
 
-@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB, FusedLion, FusedSGD])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_resumed_run_goes_on_bit_for_bit(level: str, cls: Any) -> None:
-    model, optimizer = build(level, cls)
-    train(model, optimizer, range(4))
+IN_BFLOAT16 = {"master_weights": None, "state_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("level", "cls", "options"),
+    [
+        *((x, cls, {}) for x in ("O2", "O5") for cls in (FusedAdam, FusedLAMB, FusedLion, FusedSGD)),
+        *((x, cls, IN_BFLOAT16) for x in ("O0", "O2", "O5") for cls in (FusedAdam, FusedSGD)),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(
+    level: str, cls: Any, options: dict[str, Any], set_to_none: bool
+) -> None:
+    """However gradients are cleared."""
+    model, optimizer = build(level, cls, **options)
+    train(model, optimizer, range(4), set_to_none)
     stream = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], stream)
-    train(model, optimizer, range(4, 8))
-    expected = all_of(model, optimizer)
+    torch.save(saved_of(model, optimizer), stream)
+    train(model, optimizer, range(4, 8), set_to_none)
     stream.seek(0)
-    saved = torch.load(stream, weights_only=True)
-    other, resumed = build(level, cls)
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(other, resumed, range(4, 8))
-    assert_same(all_of(other, resumed), expected)
+    other, resumed = build(level, cls, **options)
+    load(torch.load(stream, weights_only=True), other, resumed)
+    train(other, resumed, range(4, 8), not set_to_none)
+    assert_same(all_of(other, resumed), all_of(model, optimizer))
 
 
 @pytest.mark.parametrize("masters", ["split24", True])

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 
 import amp
 from tests.covering import covering
-from tests.models import run_backward, step_on, train_on
+from tests.models import run_backward, started, step_on, train_on
 
 LEVELS = ("O1", "O2", "O4", "O5")
 STEPS = 40
@@ -463,9 +463,7 @@ def test_an_optimizer_without_hooks_steps_while_hooks_of_all_optimizers_are_ther
         register_optimizer_step_post_hook(lambda *args: called.append(args)),
     ]
     try:
-        model: Any = nn.Linear(4, 2)
-        optimizer: Any = PlainSGD(model.parameters(), 0.5)
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+        model, optimizer = started(nn.Linear(4, 2), lambda p: PlainSGD(p, 0.5), level, loss_scale=128.0)
         before = model.state_dict()["bias"].clone()
         step_on(model(torch.ones(3, 4)).float().mean(), optimizer)
         torch.testing.assert_close(model.state_dict()["bias"], before - 0.25)

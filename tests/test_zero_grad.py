@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import amp
 from amp.optimizers import FusedAdam, FusedSGD
 from tests.covering import covering
 from tests.levels import LEVELS
-from tests.models import run_backward, step_on
+from tests.models import run_backward, started, step_on
 
 
 class Heads(nn.Module):
@@ -54,18 +55,27 @@ def test_a_head_without_a_gradient_is_not_moved_by_its_momentum(level: str) -> N
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("optimizer_class", [FusedAdam, FusedSGD])
-@pytest.mark.parametrize("given", [{}, {"set_to_none": None}, {"set_to_none": True}])
+@pytest.mark.parametrize(
+    ("clear", "is_none"),
+    [
+        (lambda optimizer: optimizer.zero_grad(), False),
+        (lambda optimizer: optimizer.zero_grad(False), False),
+        (lambda optimizer: optimizer.zero_grad(True), True),
+        (lambda optimizer: optimizer.zero_grad(set_to_none=None), False),
+        (lambda optimizer: optimizer.zero_grad(set_to_none=True), True),
+    ],
+)
 def test_an_optimizer_that_was_made_to_write_zeros_writes_them(
-    level: str, optimizer_class: Any, given: dict[str, Any]
+    level: str, optimizer_class: Any, clear: Callable[[Any], None], is_none: bool
 ) -> None:
     model: Any = Heads()
     made = optimizer_class(model.parameters(), lr=0.1, set_grad_none=False)
     model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, loss_scale=1.0)
     for _ in range(2):
         step_on(model([0, 1]).float().sum(), optimizer)
-        optimizer.zero_grad(**given)
+        clear(optimizer)
         for grad in [p.grad for p in model.parameters()]:
-            if given.get("set_to_none"):
+            if is_none:
                 assert grad is None
             else:
                 assert grad is not None
@@ -97,9 +107,7 @@ def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
     more |= {"a scale of 1": {"loss_scale": 1.0}, "split16": {"master_weights": "split16"}}.get(
         what, {}
     )
-    model: Any = Heads()
-    made = optimizer_class(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, **more)
+    model, optimizer = started(Heads(), lambda p: optimizer_class(p, lr=0.1), level, **more)
     clear = CLEARS[clears]
 
     def loss(which: list[int]) -> torch.Tensor:
