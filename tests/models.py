@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -69,6 +70,21 @@ def train_on(loss: Tensor, optimizer: Any, **options: Any) -> Tensor:
     return loss
 
 
+def note_of(call: Callable[[], object], error: Any = RuntimeError) -> str:
+    """Return the notes of the error that a call raises."""
+    with pytest.raises(error) as caught:
+        call()
+    return "".join(getattr(caught.value, "__notes__", []))
+
+
+@contextmanager
+def casting(level: str, **options: Any) -> Iterator[None]:
+    """Let functions cast as at a level, outside of models."""
+    with amp.Session(level, **options) as session:
+        session.initialize(None)
+        yield
+
+
 @contextmanager
 def waiting_is_an_error() -> Iterator[None]:
     """Make the CUDA driver refuse to let the host wait for the device."""
@@ -93,6 +109,17 @@ class ConvNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(F.relu(self.norm(self.conv(x))).flatten(1)) + self.offset
+
+
+class Wrapper(nn.Module):
+    """As DDP and DataParallel: the wrapped model is `module`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)  # type: ignore[no-any-return]
 
 
 def conv_net(seed: int = 0) -> ConvNet:

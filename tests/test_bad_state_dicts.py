@@ -41,6 +41,16 @@ def refused(optimizer: Any, state: Any, match: str) -> None:
             assert torch.equal(value, after["state"][key][name])
 
 
+def refuses(optimizer: Any, path: tuple[Any, ...], value: Any, match: str) -> None:
+    """Check that a state dict with another value at one place is refused."""
+    state = copy.deepcopy(optimizer.state_dict())
+    inner: Any = state
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    refused(optimizer, state, match)
+
+
 def freed(tensor: Tensor, left: int) -> Tensor:
     """Return a tensor of whose memory only some bytes are left."""
     tensor.untyped_storage().resize_(left)
@@ -65,9 +75,7 @@ def freed(tensor: Tensor, left: int) -> Tensor:
 )
 def test_an_entry_of_a_parameter_is_named(optimizer_of: Any, name: str, value: Any, text: str) -> None:
     _, optimizer = stepped(optimizer_of)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0][name] = value
-    refused(optimizer, state, rf"state_dict\['state'\]\[0\] .*{text}")
+    refuses(optimizer, ("state", 0, name), value, rf"state_dict\['state'\]\[0\] .*{text}")
 
 
 @pytest.mark.parametrize(
@@ -81,20 +89,14 @@ def test_an_entry_of_a_parameter_is_named(optimizer_of: Any, name: str, value: A
 )
 def test_fused_optimizers_know_their_entries(name: str, value: Any, text: str) -> None:
     _, optimizer = stepped(FusedLion)
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0][name] = value
-    refused(optimizer, state, rf"state_dict\['state'\]\[0\] .*{text}")
+    refuses(optimizer, ("state", 0, name), value, rf"state_dict\['state'\]\[0\] .*{text}")
 
 
 def test_second_moments_are_not_negative() -> None:
     _, optimizer = stepped(FusedAdam)
+    text = "'exp_avg_sq': a tensor of values from -1 to -1; expected finite"
+    refuses(optimizer, ("state", 0, "exp_avg_sq"), torch.full((4, 4), -1.0), text)
     state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0]["exp_avg_sq"] = torch.full((4, 4), -1.0)
-    refused(
-        optimizer,
-        state,
-        "'exp_avg_sq': a tensor of values from -1 to -1; expected finite",
-    )
     state["state"][0]["exp_avg_sq"] = torch.full((4, 4), torch.inf)  # as float16 has it now and then
     optimizer.load_state_dict(state)
 
@@ -200,9 +202,10 @@ def test_a_load_in_inference_mode_can_be_stepped(optimizer_of: Any) -> None:
 
 def test_what_float16_cannot_hold_is_refused() -> None:
     _, optimizer = stepped(FusedAdam, "O3")
-    state = copy.deepcopy(optimizer.state_dict())
-    state["state"][0]["exp_avg_sq"] = torch.full((4, 4), 1e5)
-    refused(optimizer, state, "finite numbers from 0 to 65504, for float16")
+    moments = torch.full((4, 4), 1e5)
+    refuses(
+        optimizer, ("state", 0, "exp_avg_sq"), moments, "finite numbers from 0 to 65504, for float16"
+    )
 
 
 @pytest.mark.parametrize(
@@ -223,13 +226,7 @@ def test_what_float16_cannot_hold_is_refused() -> None:
 )
 @pytest.mark.parametrize("optimizer_of", [FusedAdam, torch.optim.AdamW])
 def test_the_structure_is_checked(optimizer_of: Any, path: Any, value: Any, text: str) -> None:
-    _, optimizer = stepped(optimizer_of)
-    state = copy.deepcopy(optimizer.state_dict())
-    inner: Any = state
-    for key in path[:-1]:
-        inner = inner[key]
-    inner[path[-1]] = value
-    refused(optimizer, state, text)
+    refuses(stepped(optimizer_of)[1], path, value, text)
 
 
 def test_a_hook_that_adapts_a_state_dict_comes_before_the_checks() -> None:
@@ -262,21 +259,16 @@ def test_a_loader_that_fails_late_is_undone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer_of", "settings", "text"),
+    ("name", "value", "text"),
     [
-        (FusedAdam, {"max_grad_norm": "x"}, "'max_grad_norm': 'x'; expected a finite number from 0"),
-        (FusedAdam, {"max_grad_norm": -1.0}, "'max_grad_norm': -1.0"),
-        (FusedAdam, {"state_dtype": torch.float16}, "'state_dtype': torch.float16; expected torch.bf"),
+        ("max_grad_norm", "x", "'max_grad_norm': 'x'; expected a finite number from 0"),
+        ("max_grad_norm", -1.0, "'max_grad_norm': -1.0"),
+        ("state_dtype", torch.float16, "'state_dtype': torch.float16; expected torch.bf"),
     ],
 )
-def test_settings_are_what_the_constructor_takes(
-    optimizer_of: Any, settings: dict[str, Any], text: str
-) -> None:
-    model = linear()
-    _, optimizer = amp.initialize(model, optimizer_of(model.parameters()), opt_level="O0")
-    state = copy.deepcopy(optimizer.state_dict())
-    state["param_groups"][0].update(settings)
-    refused(optimizer, state, rf"\['param_groups'\]\[0\] has no usable .*{text}")
+def test_settings_are_what_the_constructor_takes(name: str, value: Any, text: str) -> None:
+    _, optimizer = started(linear(), FusedAdam, "O0")
+    refuses(optimizer, ("param_groups", 0, name), value, rf"\[0\] has no usable .*{text}")
 
 
 @pytest.mark.parametrize("optimizer_of", [FusedAdam, torch.optim.AdamW])

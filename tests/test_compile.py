@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +19,9 @@ from amp.casting.op_names import resolve
 from tests import ops
 from tests.covering import covering
 from tests.models import BY_OP_DTYPE as HALF
-from tests.models import initialize, run_backward, sgd, started, train_on
+from tests.models import casting, initialize, run_backward, sgd, started, train_on
 from tests.ops import Row
+from tests.processes import run_python
 from tests.test_ops import as_half, floats
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -213,8 +211,7 @@ def test_an_operator_alone_is_guarded(backend: str) -> None:
         return x @ weight
 
     seen = [product(batch()).dtype]
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         seen.append(product(batch()).dtype)
         with torch.autocast("cpu", enabled=False):
             seen.append(product(batch()).dtype)
@@ -268,8 +265,7 @@ def test_ops_compile_to_the_dtype_of_eager() -> None:
             convert = (lambda t: t) if row.category in ("half", "promote") else as_half(torch.float16)
             calls.append((row, as_callers_call(row), [ops._map(convert, value) for value in row.args]))
     wrong = []
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         for i in range(0, len(calls), OPS_OF_A_GRAPH):
             some = calls[i : i + OPS_OF_A_GRAPH]
 
@@ -289,14 +285,7 @@ def test_ops_compile_to_the_dtype_of_eager() -> None:
 
 def run(code: str, **environment: str) -> str:
     """Run code in a process of its own, and return what it prints."""
-    root = Path(__file__).parents[1]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(root), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_python("-c", code, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -311,8 +300,7 @@ def f(x):
     y = torch.addcdiv(x, x, x, value=2)
     return F.conv1d(x, x[:, :, :1]), torch.exp(x).softmax(-1), y, x.lerp(x, .5)
 x = torch.ones(2, 2, 2)
-with amp.Session("O1") as session:
-    session.initialize(None)
+with casting("O1"):
     torch.compile(f, backend="eager", fullgraph=True)(x)
 print(*{t.dtype for t in torch.compile(f, backend="eager", fullgraph=True)(x)})
 """
@@ -343,8 +331,7 @@ print(*[t.dtype for t in f(torch.ones(3, 4))])
 def test_levels_have_inductor_cache_keys_of_their_own() -> None:
     tags = [torch.compiler.config.cache_key_tag]
     for level in ("O1", "O4"):
-        with amp.Session(level) as session:
-            session.initialize(None)
+        with casting(level):
             tags.append(torch.compiler.config.cache_key_tag)
     assert len(set(tags)) == 3
 
@@ -364,8 +351,7 @@ def test_export(strict: bool) -> None:
 def test_an_export_that_fails_in_a_region_leaves_casts_on() -> None:
     tracer: Any = torch.fx.Tracer()
     tracer.graph = torch.fx.Graph()
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         with pytest.raises(ZeroDivisionError), PreDispatchTorchFunctionMode(tracer):
             torch.amp._enter_autocast("cpu", None, False, None)  # as in the graph of a strict export
             assert (batch() @ torch.eye(8)).dtype is torch.float32
@@ -378,8 +364,7 @@ def test_cpu_gives_float32_in_compiled_code_too(backend: str) -> None:
     def numbers(x: Tensor) -> Tensor:
         return x.cpu()
 
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         compiled = torch.compile(numbers, backend=backend, fullgraph=True)
         assert compiled(batch().half()).dtype is torch.float32
     assert compiled(batch().half()).dtype is torch.float16

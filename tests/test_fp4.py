@@ -19,6 +19,7 @@ from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError, A
 from amp.profiles.fp8_recipe import Fp8Recipe
 from tests.covering import covering
 from tests.fp8_models import WIDTH, Net, batches, initialize, net, train, trained
+from tests.models import Wrapper
 from tests.states import assert_same
 from tests.test_fp8 import weights
 
@@ -369,17 +370,6 @@ def test_another_word_for_the_switch_is_refused(value: Any) -> None:
 
 
 # Names.
-
-
-class Wrapper(nn.Module):
-    """As DDP and DataParallel: the wrapped model is `module`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)  # type: ignore[no-any-return]
 
 
 def wrapped(kind: str) -> Any:

@@ -22,7 +22,6 @@ import amp
 from amp.casting import fp8_linear
 from amp.casting.fp8_strategy import choose
 from amp.errors import AmpRuntimeError, AmpWarning
-from amp.kernels import backend, update_scale
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize import quantize
 from amp.profiles.fp8_recipe import FP4, Fp8Recipe
@@ -668,10 +667,9 @@ def test_a_module_of_the_model_may_be_used_alone() -> None:
         model.first(torch.randn(3, WIDTH + 1))
 
 
+@pytest.mark.usefixtures("the_cpu_is_a_device")
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_the_host_never_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backend, update_scale):
-        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)  # the CPU is a device here
+def test_the_host_never_waits(recipe: str) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model, optimizer = initialize(model, "O2", recipe, optimizer)

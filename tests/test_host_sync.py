@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
-from amp.kernels import backend, update_scale
 from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
 from tests.levels import DYNAMIC, LEVELS, STATIC
 from tests.models import initialize, run_backward, started, step_on, waiting_is_an_error
 
+pytestmark = pytest.mark.usefixtures("the_cpu_is_a_device")
 WAITS = (
     "aten::_local_scalar_dense",
     "aten::item",
@@ -56,12 +56,6 @@ class CountingWaits(TorchDispatchMode):
 def counted_waits() -> Iterator[Counter[str]]:
     with CountingWaits() as mode:
         yield mode.waits
-
-
-@pytest.fixture(autouse=True)
-def the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backend, update_scale):
-        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 
 def net(device: str = "cpu") -> nn.Module:

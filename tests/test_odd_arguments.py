@@ -69,9 +69,7 @@ ODD_IDS = (
     torch.tensor(0, device="meta"),
     np.array([0, 1]),
     HUGE,
-    0.0,
-    None,
-    1,
+    *(0.0, 1.0, "0", None, 1, -1),
 )
 
 

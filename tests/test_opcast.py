@@ -15,14 +15,13 @@ from torch.utils.checkpoint import checkpoint
 import amp
 from amp.torch_versions import CASTS_LOSE_GRADIENTS
 from tests.models import BY_OP_DTYPE as HALF
-from tests.models import adamw, batch, conv_net, initialize, linear, run_backward, sgd, started
+from tests.models import adamw, batch, casting, conv_net, initialize, linear, run_backward, sgd, started
 
 
 @pytest.fixture(params=HALF)
 def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Turn op casting on, and say to what."""
-    with amp.Session(request.param) as session:
-        session.initialize(None)
+    with casting(request.param):
         yield HALF[request.param]
 
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import amp
 from amp.casting import regions
 from tests.covering import covering
-from tests.models import initialize, sgd, started
+from tests.models import casting, initialize, sgd, started
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -39,8 +39,7 @@ def script() -> Iterator[types.ModuleType]:
 
 def test_names_that_modules_took_earlier_cast_too(script: Any) -> None:
     linear, gelu, exp_ = script.linear, script.gelu, script.exp_
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         assert script.linear(X, X).dtype is HALF
         assert script.gelu(X.half()).dtype is WIDE
         assert script.gelu is F.gelu
@@ -251,10 +250,8 @@ def test_custom_functions_hear_that_autocast_is_on() -> None:
 
 
 def test_a_region_for_a_device_that_is_not_there_says_nothing() -> None:
-    with amp.Session("O1") as session:
-        session.initialize(None)
-        with torch.autocast("xpu", enabled=False):
-            assert (X @ X).dtype is HALF
+    with casting("O1"), torch.autocast("xpu", enabled=False):
+        assert (X @ X).dtype is HALF
 
 
 def test_a_step_inside_a_forward_is_seen_by_it() -> None:

@@ -22,7 +22,17 @@ from amp.casting.policy import OpRule
 from amp.cli import main
 from amp.undo import Undo
 from tests.covering import covering
-from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd, step_on
+from tests.models import (
+    BY_OP_LEVELS,
+    CAST_LEVELS,
+    HALF_DTYPE,
+    LEVELS,
+    casting,
+    initialize,
+    note_of,
+    sgd,
+    step_on,
+)
 from tests.processes import run_python
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
@@ -39,8 +49,7 @@ def profile(tmp_path: Path, text: str, name: str = "mine.yaml") -> Path:
 
 
 def test_a_rule_holds_for_every_spelling_of_its_op() -> None:
-    with amp.Session("O1", rules=[{"op": "torch.matmul", "cast": "float32"}]) as session:
-        session.initialize(None)
+    with casting("O1", rules=[{"op": "torch.matmul", "cast": "float32"}]):
         for out in (X @ X.half(), torch.matmul(X, X), X.half().matmul(X), X.__rmatmul__(X)):
             assert out.dtype is WIDE
         assert torch.mm(X, X).dtype is HALF, "another op"
@@ -50,8 +59,7 @@ def test_a_rule_holds_for_every_spelling_of_its_op() -> None:
 def test_a_rule_wins_over_what_the_function_calls() -> None:
     """F.softmax calls Tensor.softmax, which the table keeps in FP32."""
     rules = [{"op": "torch.nn.functional.softmax", "cast": "float16"}]
-    with amp.Session("O1", rules=rules) as session:
-        session.initialize(None)
+    with casting("O1", rules=rules):
         assert F.softmax(X, -1).dtype is HALF
         assert X.softmax(-1).dtype is HALF
         assert nn.Softmax(-1)(X).dtype is HALF
@@ -71,13 +79,11 @@ def test_rules_in_a_forward_win_over_torch_autocast() -> None:
 
 def test_globs_and_none() -> None:
     rules = [{"op": "torch.fft.*", "cast": "none"}, {"op": "torch.sum", "cast": None}]
-    with amp.Session("O1", rules=rules) as session:
-        session.initialize(None)
+    with casting("O1", rules=rules):
         assert X.half().sum().dtype is HALF
         with pytest.raises(RuntimeError, match="Half"):
             torch.fft.fft(X.half()[:, :3])
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         assert torch.fft.fft(X.half()[:, :3]).dtype is torch.complex64
 
 
@@ -87,15 +93,13 @@ def test_later_rules_win_and_extending_profiles_add_to_them(tmp_path: Path) -> N
     properties = amp.load_profile(mine)
     assert [rule.pattern for rule in properties.rules] == ["torch.mm", "torch.bmm"]
     assert "op torch.mm: float32; op torch.bmm: float32" in properties.describe()
-    with amp.Session(mine, rules=[{"op": "torch.mm", "cast": "bfloat16"}]) as session:
-        session.initialize(None)
+    with casting(mine, rules=[{"op": "torch.mm", "cast": "bfloat16"}]):
         assert torch.mm(X, X).dtype is BRAIN
         assert torch.bmm(X[None], X[None]).dtype is WIDE
 
 
 def test_functions_outside_torch() -> None:
-    with amp.Session("O1", rules=[{"op": "tests.test_rules.mine", "cast": "float32"}]) as session:
-        session.initialize(None)
+    with casting("O1", rules=[{"op": "tests.test_rules.mine", "cast": "float32"}]):
         module = sys.modules["tests.test_rules"]
         assert module.mine(X.half()) == (WIDE, WIDE)  # type: ignore[attr-defined]
 
@@ -408,8 +412,7 @@ def test_a_parametrized_module_is_plain_after_the_session() -> None:
 
 
 def test_operators_are_spellings_too() -> None:
-    with amp.Session("O1", rules=[{"op": "torch.add", "cast": "float32"}]) as session:
-        session.initialize(None)
+    with casting("O1", rules=[{"op": "torch.add", "cast": "float32"}]):
         h = X.half()
         assert (h + h).dtype is (1 + h).dtype is h.add(h).dtype is WIDE
         assert (h * h).dtype is HALF
@@ -664,9 +667,7 @@ class Mixes(nn.Module):
 def test_code_that_needs_one_dtype_is_told_where_to_cast(overrides: Any) -> None:
     model = nn.Sequential(Mixes())
     amp.initialize(model, opt_level="O5", **overrides)
-    with pytest.raises(RuntimeError) as caught:
-        model(X)
-    (note,) = caught.value.__notes__
+    note = note_of(lambda: model(X))
     assert "'0' (Mixes) has centre in FP32, by a rule or buffer_dtype, beside 16-bit tensors" in note
     assert "rules=[{'module': '0', 'cast': 'float32'}]" in note
 
@@ -748,9 +749,6 @@ def test_explain_knows_a_users_rules(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_explain_of_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "torch.sofmax"]) == 2
-    assert "there is no function 'torch.sofmax'" in (err := capsys.readouterr().err)
-    assert "did you mean 'torch.softmax'" in err
     assert main(["explain", "torch.nn.Linear"]) == 2
     assert "is a class" in capsys.readouterr().err
     assert main(["explain", "torch.mm", "--opt-level", "O99"]) == 2

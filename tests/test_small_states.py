@@ -25,7 +25,7 @@ from amp.optimizers.state_dicts import pack_moments, unpack_moments
 from tests.covering import covering
 from tests.kernels.numbers_of import numbers_of
 from tests.living import Living, tensors_in
-from tests.models import step_on
+from tests.models import Wrapper, step_on
 from tests.states import assert_same, load, saved_of
 
 SMALL: dict[str, Any] = {"master_weights": "split24", "state_dtype": "packed16"}
@@ -359,14 +359,6 @@ def test_random_bits_go_by_the_name_of_a_parameter() -> None:
     for name in ("first", "other"):
         assert torch.equal(moments[0][name], moments[1][name])
     assert not torch.equal(moments[0]["first"], moments[0]["other"])
-
-
-class Wrapper(nn.Module):
-    """As DDP and DataParallel: the wrapped model is `module`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
 
 
 @pytest.mark.parametrize("in_session", [True, False])
