@@ -33,6 +33,10 @@ HALF_DTYPE: dict[str, Any] = BY_OP_DTYPE | {level: MODEL_DTYPE[level] for level 
 """The dtype of matrix products, at the levels where that is not float32."""
 
 
+TOLERANCE = {"O0": 1e-6, "O1": 5e-3, "O2": 5e-3, "O3": 2e-2, "O4": 4e-2, "O5": 4e-2}
+"""How far weights after a few steps, and gradients, may be from those of FP32."""
+
+
 def initialize(models: Any, optimizers: Any, level: str, **kwargs: Any) -> Any:
     """`amp.initialize`, with a dynamic scale at which a gradient of 1 does not overflow float16."""
     if level in DYNAMIC_LEVELS:

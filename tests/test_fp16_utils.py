@@ -76,6 +76,13 @@ def by_hand(steps: int = 5, scale: float = 128.0) -> tuple[nn.Module, list[nn.Pa
     return model, masters
 
 
+def iterate(optimizer: FP16_Optimizer, loss: Tensor) -> None:
+    """Step by the gradients of a loss alone."""
+    optimizer.zero_grad()
+    optimizer.backward(loss)
+    optimizer.step()
+
+
 def assert_equal(some: Any, others: Any) -> None:
     for a, b in zip(some, others, strict=True):
         assert torch.equal(a.detach().float(), b.detach().float())
@@ -91,9 +98,7 @@ def test_it_is_the_loop_by_hand(options: dict[str, Any], make: Callable[[Any], A
     model = half_net()
     optimizer = FP16_Optimizer(make(model), **options)
     for i in range(5):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, i))
-        optimizer.step()
+        iterate(optimizer, loss_of(model, i))
     assert_equal(model.parameters(), expected.parameters())
     halves = [p.dtype is torch.float16 for p in expected.parameters()]
     assert_equal(optimizer.all_fp32_from_fp16_params, itertools.compress(masters, halves))
@@ -179,9 +184,7 @@ def test_arguments_of_a_dynamic_scale() -> None:
     )
     scales = []
     for factor in (1.0, 1.0, 1.0, 1.0, math.inf, math.inf, math.inf, math.inf):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, factor=factor))
-        optimizer.step()
+        iterate(optimizer, loss_of(model, factor=factor))
         scales.append(int(math.log2(optimizer.loss_scale)))
     assert scales == [10, 12, 12, 12, 10, 8, 6, 6]
     with pytest.raises(AmpTypeError, match="dynamic_loss_args has 'window'; allowed: init_scale"):
@@ -243,9 +246,7 @@ def test_schedulers_move_the_rate_of_the_wrapper() -> None:
     assert isinstance(optimizer, torch.optim.Optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     for i in range(2):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, i))
-        optimizer.step()
+        iterate(optimizer, loss_of(model, i))
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.025
 
@@ -276,9 +277,7 @@ def save(optimizer: FP16_Optimizer, model: nn.Module) -> io.BytesIO:
 def test_it_resumes_bit_for_bit(make: Callable[[Any], Any], model_first: bool) -> None:
     def run(model: nn.Module, optimizer: FP16_Optimizer, steps: range) -> list[Tensor]:
         for i in steps:
-            optimizer.zero_grad()
-            optimizer.backward(loss_of(model, i, math.inf if i == 1 else 1.0))
-            optimizer.step()
+            iterate(optimizer, loss_of(model, i, math.inf if i == 1 else 1.0))
         masters = [p.detach().clone() for p in optimizer.all_fp32_from_fp16_params]
         return [*masters, torch.tensor(optimizer.loss_scale)]
 
@@ -399,9 +398,7 @@ def all_half() -> nn.Module:
 def test_checkpoints_of_apex_optimizers(make: Callable[..., Any], flat: bool) -> None:
     def run(model: nn.Module, optimizer: FP16_Optimizer, steps: range) -> list[Tensor]:
         for i in steps:
-            optimizer.zero_grad()
-            optimizer.backward((model(batch(i).half()).float() - i).square().mean() / 2**7)
-            optimizer.step()
+            iterate(optimizer, (model(batch(i).half()).float() - i).square().mean() / 2**7)
         return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
     model = all_half()
@@ -430,8 +427,7 @@ def test_checkpoints_of_apex_optimizers(make: Callable[..., Any], flat: bool) ->
 def test_checkpoints_of_apex_optimizers_with_other_scales() -> None:
     model = all_half()
     optimizer = FP16_Optimizer(sgd(model), static_loss_scale=128.0)
-    optimizer.backward(model(batch().half()).float().square().mean())
-    optimizer.step()
+    iterate(optimizer, model(batch().half()).float().square().mean())
     static = state_of_2018(optimizer, flat=True, dynamic=False, cur_scale=64.0)
     optimizer.load_state_dict(static)
     assert optimizer.loss_scale == 64.0
@@ -440,8 +436,7 @@ def test_checkpoints_of_apex_optimizers_with_other_scales() -> None:
     # The class of contrib has FP32 masters of FP32 parameters too.
     model = half_net()
     optimizer = FP16_Optimizer(sgd(model))
-    optimizer.backward(loss_of(model))
-    optimizer.step()
+    iterate(optimizer, loss_of(model))
     state = state_of_2018(optimizer, flat=False)
     state["fp32_groups"] = [[p + 1 for p in group] for group in state["fp32_groups"]]
     optimizer.load_state_dict(state)
@@ -453,8 +448,7 @@ def test_checkpoints_of_apex_optimizers_with_other_scales() -> None:
 def test_damaged_checkpoints_of_apex_optimizers(flat: bool) -> None:
     model = all_half()
     optimizer = two_groups(model, lambda groups: FusedAdam(groups, lr=0.01))
-    optimizer.backward(model(batch().half()).float().square().mean())
-    optimizer.step()
+    iterate(optimizer, model(batch().half()).float().square().mean())
     good = state_of_2018(optimizer, flat)
     masters = "fp32_groups_flat" if flat else "fp32_groups"
     inner = good["optimizer_state_dict"]

@@ -48,6 +48,13 @@ def loss_of(model: nn.Module, i: int, overflows: bool = False) -> Tensor:
     return model(x).square().mean() * (math.inf if overflows else 1.0)
 
 
+def iterate(scaler: Any, model: nn.Module, optimizer: Any, overflows: bool = False) -> None:
+    optimizer.zero_grad()
+    scaler.scale(loss_of(model, 0, overflows)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
 def train(scaler: Any, make: Callable[[Any], Any], steps: int = 30, clip: bool = False) -> list[Any]:
     """Return what there is after each step: scale, tracker and weights."""
     model = net()
@@ -306,9 +313,7 @@ def test_a_scale_of_the_users_own(new: Any) -> None:
     scaler = amp.GradScaler("cpu", growth_interval=2)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(loss_of(model, 0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
+    iterate(scaler, model, optimizer)
     scaler.update(new)
     assert scaler.get_scale() == 8.0
     assert scaler._get_growth_tracker() == 1
@@ -371,10 +376,7 @@ def test_setters_change_what_comes() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for bad, expected in ((False, 64.0), (True, 16.0)):
-        optimizer.zero_grad()
-        scaler.scale(loss_of(model, 0, bad)).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        iterate(scaler, model, optimizer, bad)
         assert scaler.get_scale() == expected
 
 

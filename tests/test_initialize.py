@@ -24,6 +24,7 @@ from tests.models import (
     CAST_LEVELS,
     LEVELS,
     MODEL_DTYPE,
+    TOLERANCE,
     ConvNet,
     adamw,
     batch,
@@ -99,7 +100,7 @@ def test_half_precision_follows_fp32(level: str) -> None:
     assert model.conv.weight.dtype is MODEL_DTYPE[level]
     of_norm = torch.float32 if kept else MODEL_DTYPE[level]
     assert model.norm.weight.dtype is model.norm.running_mean.dtype is of_norm
-    tolerance = {"O0": 0, "O1": 5e-3, "O2": 5e-3, "O3": 2e-2, "O4": 4e-2, "O5": 4e-2}[level]
+    tolerance = TOLERANCE[level]
     for name, value in reference.named_parameters():
         torch.testing.assert_close(
             model.get_parameter(name).float(), value, rtol=tolerance, atol=tolerance

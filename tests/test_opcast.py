@@ -15,7 +15,18 @@ from torch.utils.checkpoint import checkpoint
 import amp
 from amp.torch_versions import CASTS_LOSE_GRADIENTS
 from tests.models import BY_OP_DTYPE as HALF
-from tests.models import adamw, batch, casting, conv_net, initialize, linear, run_backward, sgd, started
+from tests.models import (
+    TOLERANCE,
+    adamw,
+    batch,
+    casting,
+    conv_net,
+    initialize,
+    linear,
+    run_backward,
+    sgd,
+    started,
+)
 
 
 @pytest.fixture(params=HALF)
@@ -154,8 +165,7 @@ def test_gradients_come_in_fp32_and_are_right(level: str) -> None:
     assert all(p.grad.dtype is torch.float32 for p in model.parameters())
     ours = torch.cat([p.grad.double().flatten() for p in model.parameters()])
     exact = torch.cat([p.grad.flatten() for p in reference.parameters()])
-    bound = 2e-2 if level == "O4" else 3e-3
-    assert torch.dist(ours, exact) <= bound * torch.linalg.vector_norm(exact)
+    assert torch.dist(ours, exact) <= TOLERANCE[level] / 2 * torch.linalg.vector_norm(exact)
 
 
 @pytest.mark.parametrize("level", HALF)

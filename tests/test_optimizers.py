@@ -22,6 +22,7 @@ from tests.levels import DYNAMIC
 from tests.models import (
     LEVELS,
     MASTER_LEVELS,
+    TOLERANCE,
     adamw,
     batch,
     conv_net,
@@ -194,7 +195,7 @@ def test_sparse_gradients(level: str, optimizer_class: Any, blocks: int) -> None
         assert next(amp.master_params(optimizer)).grad.is_sparse
         reference_optimizer.step()
         optimizer.step()
-    tolerance = 5e-2 if level == "O5" else 1e-2
+    tolerance = TOLERANCE[level]
     torch.testing.assert_close(
         model.state_dict()["weight"], reference.weight.detach(), rtol=tolerance, atol=tolerance
     )

@@ -113,6 +113,12 @@ def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -
 # As the user sees it.
 
 
+def take_step(model: nn.Module, optimizer: Any, factor: float = math.inf) -> Any:
+    """Run a block, which overflows unless it has a factor, and step."""
+    overflow(model, optimizer, factor)
+    return optimizer.step()
+
+
 def overflow(model: nn.Module, optimizer: Any, factor: float = math.inf, **kwargs: Any) -> None:
     run_backward(model(torch.ones(1, 4)).sum() * factor, optimizer, **kwargs)
 
@@ -122,8 +128,7 @@ def test_an_overflow_that_a_good_block_follows_is_reported_too(
 ) -> None:
     model, optimizer = started(linear(), sgd, "O2", verbosity=1)
     overflow(model, optimizer)
-    overflow(model, optimizer, factor=1.0)
-    optimizer.step()
+    take_step(model, optimizer, factor=1.0)
     assert [record.getMessage().rsplit(" ", 1)[1] for record in caplog.records] == ["512.0"]
 
 
@@ -152,16 +157,14 @@ def test_what_a_device_decides_is_reported_when_it_has_arrived(
     monkeypatch.setattr(HostCopies, "send", late)
     model, optimizer = started(linear(), lambda p: torch.optim.AdamW(p, fused=True), "O2", verbosity=1)
     for factor in (1.0, math.inf, math.inf):
-        overflow(model, optimizer, factor)
-        optimizer.step()
+        take_step(model, optimizer, factor)
     assert not caplog.records
     arrived = True
     with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer):
         assert [r.getMessage().rsplit(" ", 1)[1] for r in caplog.records] == ["512.0", "256.0"]
     caplog.clear()
     arrived = False
-    overflow(model, optimizer)
-    optimizer.step()
+    take_step(model, optimizer)
     assert not caplog.records
     assert not waited
     amp.get_session().close()
@@ -214,8 +217,7 @@ def test_an_overflow_skips_the_step_once_and_says_so(
     assert torch.equal(model.weight, start)
     assert not optimizer.state
     optimizer.zero_grad()
-    overflow(model, optimizer, 1.0)
-    optimizer.step()
+    take_step(model, optimizer, 1.0)
     assert not amp.step_was_skipped(optimizer)
     assert not torch.equal(model.weight, start)
     assert len(caplog.records) == 1
@@ -224,8 +226,7 @@ def test_an_overflow_skips_the_step_once_and_says_so(
 
 def test_verbosity_0_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     model, optimizer = started(linear(), sgd, "O2", verbosity=0)
-    overflow(model, optimizer)
-    optimizer.step()
+    take_step(model, optimizer)
     assert amp.step_was_skipped(optimizer)
     assert not caplog.records
 
@@ -238,8 +239,7 @@ def test_other_ranks_are_silent(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model, optimizer = started(linear(), sgd, "O2", verbosity=1)
-    overflow(model, optimizer)
-    optimizer.step()
+    take_step(model, optimizer)
     assert not caplog.records
 
 
@@ -261,8 +261,7 @@ def test_an_overflow_skips_only_the_optimizers_of_its_loss(
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_static_scale_checks_nothing_as_in_apex(level: str) -> None:
     model, optimizer = started(linear(), sgd, level, loss_scale=2.0)
-    overflow(model, optimizer)
-    optimizer.step()
+    take_step(model, optimizer)
     assert not amp.step_was_skipped(optimizer)
     assert not torch.isfinite(model.weight).all()
     assert amp.loss_scale() == 2.0
@@ -287,8 +286,7 @@ def test_overflows_without_end_are_pointed_out_once(
     for step in range(1, 121):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            overflow(model, optimizer)
-            optimizer.step()
+            take_step(model, optimizer)
         if caught:
             assert issubclass(caught[0].category, amp.AmpWarning)
             assert "amp.diagnose(model, optimizer)" in str(caught[0].message)
@@ -302,8 +300,7 @@ def test_a_good_step_resets_the_patience() -> None:
     model, optimizer = started(linear(), sgd, "O2", loss_scale={"init": 1.0, "overflow_patience": 3})
     for factor in (math.inf, math.inf, 1.0) * 4:  # a warning would be an error here
         optimizer.zero_grad()
-        overflow(model, optimizer, factor)
-        optimizer.step()
+        take_step(model, optimizer, factor)
 
 
 @pytest.mark.filterwarnings("ignore:the loss is in float16", "ignore:an amp.scale_loss block has ended")
@@ -405,8 +402,7 @@ def test_a_bad_batch_does_not_reach_the_weights(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize("scaling", [1.0, {"mode": "static", "init": 1, "check": False}])
 def test_a_number_or_check_false_checks_nothing(scaling: Any) -> None:
     model, optimizer = started(linear(), sgd, "O5", loss_scale=scaling)
-    overflow(model, optimizer)
-    optimizer.step()
+    take_step(model, optimizer)
     assert not torch.isfinite(model.weight).all()
 
 
@@ -417,8 +413,7 @@ def test_endless_overflows_without_a_scale_warn() -> None:
         model, sgd(model), opt_level="O4", loss_scale=scaling, verbosity=0
     )
     for _ in range(2):
-        overflow(model, optimizer)
-        optimizer.step()
+        take_step(model, optimizer)
     overflow(model, optimizer)
     with pytest.warns(amp.AmpWarning, match="3 overflows in a row"):
         optimizer.step()
