@@ -387,22 +387,15 @@ def fp16_optimizer() -> FP16_Optimizer:
     return FP16_Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
 
 
-@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e300, -1e300])
-def test_masters_are_finite(number: float) -> None:
-    optimizer = fp16_optimizer()
-    state = copy.deepcopy(optimizer.state_dict())
-    state["fp32_from_fp16"][0][1] = torch.full((4,), number, dtype=torch.float64)
-    before = bits(optimizer.state_dict())
-    with pytest.raises(AmpValueError, match=r"\['fp32_from_fp16'\]\[0\] has no usable 1: a tensor"):
-        optimizer.load_state_dict(state)
-    assert bits(optimizer.state_dict()) == before
-
-
 WRONG_MASTERS: dict[str, Callable[[], list[Any]]] = {
     "nested": lambda: [torch.nested.nested_tensor([torch.zeros(3)])],
     "of another shape": lambda: [torch.zeros(4, 3)],
     "a number": lambda: [1.0],
     "too many": lambda: [torch.zeros(4, 4)] * 10_000,
+}
+WRONG_MASTERS |= {
+    f"{number}": lambda number=number: [torch.full((4,), number, dtype=torch.float64)]  # type: ignore
+    for number in (torch.nan, torch.inf, -torch.inf, 1e300, -1e300)
 }
 
 
@@ -413,7 +406,7 @@ def test_masters_are_those_of_the_model(wrong: str) -> None:
     state = copy.deepcopy(optimizer.state_dict())
     state["fp32_from_fp16"][0][-1:] = WRONG_MASTERS[wrong]()
     before = bits(optimizer.state_dict())
-    with pytest.raises(AmpValueError, match=r"\['fp32_from_fp16'\].*; expected a ") as error:
+    with pytest.raises(AmpValueError, match=r"\['fp32_from_fp16'\].*; expected (a|finite) ") as error:
         optimizer.load_state_dict(state)
     assert len(str(error.value)) < 300
     assert bits(optimizer.state_dict()) == before

@@ -101,19 +101,14 @@ def apex_state(*scales: tuple[float, int]) -> dict[str, Any]:
     )
 
 
-def test_apexs_own_files_load() -> None:
+def test_apexs_own_files_load_by_the_numbers_of_their_entries() -> None:
     model = linear()
     amp.initialize(model, sgd(model), opt_level="O2", num_losses=2)
-    amp.load_state_dict(apex_state((4096.0, 17), (8.0, 3)))
-    assert [amp.loss_scale(i) for i in range(2)] == [4096.0, 8.0]
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 17
-
-
-def test_entries_go_by_their_number_and_not_by_their_place() -> None:
-    amp.initialize(linear(), opt_level="O2", num_losses=2)
     state = apex_state((4096.0, 17), (8.0, 3))
-    amp.load_state_dict(dict(reversed(state.items())))
-    assert [amp.loss_scale(i) for i in range(2)] == [4096.0, 8.0]
+    for each in (state, dict(reversed(state.items()))):
+        amp.load_state_dict(each)
+        assert [amp.loss_scale(i) for i in range(2)] == [4096.0, 8.0]
+        assert amp.state_dict()["loss_scaler0"]["unskipped"] == 17
 
 
 def test_a_scale_of_0_from_apex_is_brought_to_the_floor() -> None:

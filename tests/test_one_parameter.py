@@ -25,13 +25,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp
 from amp.errors import AmpTypeError, AmpWarning
 from amp.optimizers import FusedAdam
+from tests import training
 from tests.covering import covering
 from tests.models import initialize, run_backward, started, step_on
 
-OPTIMIZERS = {
-    "AdamW": lambda p: torch.optim.AdamW(p, 1e-2),
-    "FusedAdam": lambda p: FusedAdam(p, 1e-2),
-}
+OPTIMIZERS = {name: training.OPTIMIZERS[name] for name in ("AdamW", "FusedAdam")}
 
 
 def made(level: str, optimizer: str = "AdamW", **options: Any) -> tuple[Any, Any]:

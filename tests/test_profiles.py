@@ -359,6 +359,13 @@ def test_a_static_scale_as_a_mapping(profile: Any) -> None:
         ("opt_level: O2", TypeError, ":1: .*did you mean 'extends'"),
         ("loss_scale: {initial_scale_power: 2000}", ValueError, ":1: init=.*finite number above 0"),
         ("extends: O7\nfp8:\n  recipe: current\n  margin: 2", ValueError, ":4: fp8 has margin: 2"),
+        (
+            "extends: O1\nbuffer_dtype: fp32",
+            RuntimeError,
+            ":2: buffer_dtype=float32 does not fit O1: b",
+        ),
+        ("buffer_dtype: float32", RuntimeError, ":1: .*no buffer is cast there"),
+        ("brief: x\nrules: [{tensor: a, cast: float32}]", RuntimeError, ":2: .*no parameter or buffer"),
         ("- O2", ValueError, ":1: expected a mapping"),
         ("extends: [O2", ValueError, ":1: not valid YAML"),
         ("brief: x\nloss_scale: !!python/object:os.system {}", ValueError, ":2: not valid YAML"),
@@ -504,22 +511,9 @@ def test_the_table_of_levels_in_the_docs_is_what_they_resolve_to() -> None:
 
 def test_initialize_takes_apexs_parameters_in_apexs_order() -> None:
     names = list(inspect.signature(amp.initialize).parameters)
-    assert names[:14] == [
-        "models",
-        "optimizers",
-        "enabled",
-        "opt_level",
-        "cast_model_type",
-        "patch_torch_functions",
-        "keep_batchnorm_fp32",
-        "master_weights",
-        "loss_scale",
-        "cast_model_outputs",
-        "num_losses",
-        "verbosity",
-        "min_loss_scale",
-        "max_loss_scale",
-    ]
+    expected = "models optimizers enabled opt_level cast_model_type patch_torch_functions"
+    expected += " keep_batchnorm_fp32 master_weights loss_scale cast_model_outputs num_losses verbosity"
+    assert names[:14] == f"{expected} min_loss_scale max_loss_scale".split()
 
 
 def test_scale_bounds_of_a_call_win_over_the_profile_and_defaults_do_not(profile: Any) -> None:

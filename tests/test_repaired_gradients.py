@@ -13,16 +13,13 @@ from torch import Tensor, nn
 import amp
 from amp.kernels import backend, update_scale
 from amp.torch_versions import HAS_GRAD_DTYPE
+from tests import training
 from tests.covering import covering
 from tests.levels import DYNAMIC
 from tests.models import run_backward, step_on
 
 LEVELS = ["O1", "O2", "O4", "O5", "O7"]
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "SGD": lambda p: torch.optim.SGD(p, 0.1),
-    "AdamW, fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
-    "FusedAdam": lambda p: amp.optimizers.FusedAdam(p, 0.1),
-}
+OPTIMIZERS = {name: training.OPTIMIZERS[name] for name in ("SGD", "AdamW, fused", "FusedAdam")}
 
 
 def in_place(parameter: nn.Parameter) -> None:

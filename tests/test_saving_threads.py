@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests import training
 from tests.covering import covering
 from tests.models import train_on
 from tests.states import assert_same
 
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    "fused": lambda parameters: amp.optimizers.FusedAdam(parameters, lr=1e-3),
-}
+OPTIMIZERS = {name: training.OPTIMIZERS[name] for name in ("SGD", "AdamW", "FusedAdam")}
 
 
 def train(

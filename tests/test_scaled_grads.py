@@ -76,23 +76,18 @@ def no_gradient_of_a_master_is_unscaled(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("no_gradient_of_a_master_is_unscaled")
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("loss_scale", SCALES)
-def test_no_gradient_is_written_between_backward_and_step(level: str, loss_scale: str) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_no_gradient_is_written_between_backward_and_step(
+    level: str, loss_scale: str, is_frozen: bool
+) -> None:
     model, optimizer = make(level, loss_scale=SCALES[loss_scale])
+    model[0].weight.requires_grad_(not is_frozen)
     for i in range(5):
         block(model, optimizer, i)
         optimizer.step()
         optimizer.zero_grad()
     if loss_scale == "dynamic":
         assert amp.loss_scale() == SCALES["dynamic"]["init"] * 2
-
-
-@pytest.mark.usefixtures("no_gradient_of_a_master_is_unscaled")
-def test_nor_where_a_parameter_is_frozen() -> None:
-    model, optimizer = make("O2")
-    model[0].weight.requires_grad_(False)
-    for i in range(3):
-        block(model, optimizer, i)
-        optimizer.step()
 
 
 def test_a_subclass_with_a_step_of_its_own_is_skipped() -> None:
