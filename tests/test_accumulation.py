@@ -37,6 +37,7 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=1.0),
     "SGD, fused": lambda groups: torch.optim.SGD(groups, lr=1.0, fused=True),
     "FusedSGD": lambda groups: FusedSGD(groups, lr=1.0),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1.0),
 }
 
 
@@ -45,10 +46,10 @@ def micro_batch(i: int) -> Tensor:
     return torch.tensor([1.0, 2.0, 4.0]) * (i + 1)
 
 
-def make(level: str, **kwargs: Any) -> tuple[Mixed, Any]:
+def make(level: str, optimizer: str = "SGD", **kwargs: Any) -> tuple[Mixed, Any]:
     model = Mixed()
-    optimizer = torch.optim.SGD([{"params": [model.cast]}, {"params": [model.norm.bias]}], lr=1.0)
-    return initialize(model, optimizer, level, **kwargs)
+    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
+    return initialize(model, OPTIMIZERS[optimizer](groups), level, **kwargs)
 
 
 def run_block(model: Mixed, optimizer: Any, i: int, **kwargs: Any) -> None:
@@ -136,17 +137,14 @@ BETWEEN: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("between", "optimizer", "level", "clears"),
-    covering(BETWEEN, [*OPTIMIZERS, "AdamW"], DYNAMIC, ["the model", "each parameter"]),
+    covering(BETWEEN, OPTIMIZERS, DYNAMIC, ["the model", "each parameter"]),
 )
 @pytest.mark.filterwarnings("ignore:an amp.scale_loss block has ended, and no")
 def test_an_overflow_whose_gradients_somebody_clears_skips_no_later_step(
     between: str, optimizer: str, level: str, clears: str
 ) -> None:
     """Though a block comes in between that makes no gradients, or a step that uses none."""
-    model = Mixed()
-    make_it: Any = OPTIMIZERS.get(optimizer, lambda groups: torch.optim.AdamW(groups, lr=1.0))
-    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
-    model, opt = initialize(model, make_it(groups), level)
+    model, opt = make(level, optimizer)
 
     def clear() -> None:
         if clears == "the model":
@@ -177,16 +175,11 @@ ZEROS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("zeros", "optimizer", "level"), covering(ZEROS, [*OPTIMIZERS, "AdamW"], DYNAMIC)
-)
+@pytest.mark.parametrize(("zeros", "optimizer", "level"), covering(ZEROS, OPTIMIZERS, DYNAMIC))
 def test_a_skipped_step_whose_gradients_somebody_sets_to_zero_skips_no_later_step(
     zeros: str, optimizer: str, level: str
 ) -> None:
-    model = Mixed()
-    make_it: Any = OPTIMIZERS.get(optimizer, lambda groups: torch.optim.AdamW(groups, lr=1.0))
-    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
-    model, opt = initialize(model, make_it(groups), level)
+    model, opt = make(level, optimizer)
     model.norm.weight.requires_grad_(False)
     for factor in (math.inf, 1.0, 1.0, math.inf, 1.0):
         before = model.cast.detach().clone()
@@ -243,16 +236,11 @@ def test_close_unscales_what_was_delayed() -> None:
 # Exceptions inside the block.
 
 
-def test_an_optimizer_given_twice_counts_once() -> None:
-    model, optimizer = make("O1")
-    run_block(model, [optimizer, optimizer], 0)  # type: ignore[arg-type]
-    assert_sum(optimizer, 1)
-
-
-def test_a_tuple_of_optimizers_is_as_good_as_a_list() -> None:
+@pytest.mark.parametrize("given", [lambda made: [made, made], lambda made: (made,)])
+def test_an_optimizer_given_twice_counts_once_and_a_tuple_is_as_good_as_a_list(given: Any) -> None:
     model, optimizer = make("O2")
-    run_block(model, (optimizer,), 0)
-    run_block(model, (optimizer,), 1)
+    run_block(model, given(optimizer), 0)
+    run_block(model, given(optimizer), 1)
     assert_sum(optimizer, 2)
 
 

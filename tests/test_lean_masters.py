@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from amp.errors import AmpRuntimeError, AmpValueError
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.covering import covering
 from tests.levels import WITH_MASTERS
-from tests.models import initialize, run_backward, step_on
+from tests.models import initialize, run_backward, sgd, started, step_on
 from tests.processes import run_python
 from tests.states import assert_same, load, saved_of
 from tests.test_scaled_grads import Plain, block, failing_step, loss_of
@@ -192,9 +193,7 @@ def test_values_that_float16_does_not_have_are_refused_by_name(kind: str) -> Non
 def test_entries_of_a_state_dict_are_the_masters_or_copies(
     level: str, masters: Any, is_own: bool
 ) -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    amp.initialize(model, optimizer, opt_level=level, master_weights=masters, verbosity=0)
+    model, _ = started(nn.Sequential(nn.Linear(4, 4)), sgd, level, master_weights=masters)
     model.state_dict()["0.weight"].fill_(2.0)
     model(torch.ones(1, 4))
     assert bool((model[0].weight == 2.0).all()) is is_own
@@ -206,9 +205,7 @@ def test_whole_masters_and_bfloat16_hold_values_beyond_float16(level: str) -> No
     with torch.no_grad():
         model.weight.fill_(70000.0)
     masters = "split16" if level == "O5" else True
-    amp.initialize(
-        model, FusedAdam(model.parameters()), opt_level=level, master_weights=masters, verbosity=0
-    )
+    started(model, FusedAdam, level, master_weights=masters)
     assert torch.equal(model.state_dict()["weight"], torch.full((2, 2), 70000.0))
 
 
@@ -222,18 +219,10 @@ def test_lean_masters_where_no_weight_is_in_16_bits_are_refused(
 ) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(AmpRuntimeError, match=f"master_weights='?{kind}'?"):
-        amp.initialize(
-            model,
-            FusedAdam(model.parameters()),
-            opt_level=level,
-            master_weights=kind,
-            verbosity=0,
-            **options,
-        )
+        started(model, FusedAdam, level, master_weights=kind, **options)
     rules = [{"module": "0", "cast": "bfloat16"}]
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = FusedAdam(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O0", master_weights=kind, rules=rules, verbosity=0)
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    started(layers, FusedAdam, "O0", master_weights=kind, rules=rules)
 
 
 def test_a_weight_that_is_put_back_has_all_its_bits() -> None:
@@ -266,9 +255,8 @@ def test_lbfgs() -> None:
     ends = []
     for masters in (True, "split16"):
         torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-        model, optimizer = initialize(model, optimizer, "O5", master_weights=masters)
+        make = functools.partial(torch.optim.LBFGS, max_iter=4)
+        model, optimizer = started(nn.Linear(4, 2), make, "O5", master_weights=masters)
 
         def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
@@ -290,11 +278,10 @@ CLOSURE_OPTIMIZERS: dict[str, Any] = {
     covering(WITH_MASTERS, CLOSURE_OPTIMIZERS, ["split16", "kahan"], strength=1),
 )
 def test_resume_is_exact_where_the_optimizer_calls_a_closure(kind: str, name: str, level: str) -> None:
-    def start() -> tuple[Any, Any]:
+    def start() -> Any:
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
-        optimizer = CLOSURE_OPTIMIZERS[name](model.parameters())
-        return initialize(model, optimizer, level, master_weights=kind)
+        model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+        return started(model, CLOSURE_OPTIMIZERS[name], level, master_weights=kind)
 
     def train_by_closures(model: Any, optimizer: Any, steps: range) -> dict[str, Tensor]:
         for i in steps:
@@ -380,9 +367,8 @@ def test_values_that_do_not_exist_and_optimizers_that_cannot(tmp_path: Any) -> N
 
 
 def test_a_profiles_state_dtype_ends_with_the_session() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    model, optimizer = initialize(model, optimizer, "O5", state_dtype="bfloat16")
+    make = functools.partial(FusedAdam, lr=0.01)
+    model, optimizer = started(nn.Linear(4, 2), make, "O5", state_dtype="bfloat16")
     train(model, optimizer, last=1)
     assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
     assert optimizer.state_dtype is torch.bfloat16
@@ -394,9 +380,8 @@ def test_a_profiles_state_dtype_ends_with_the_session() -> None:
 @pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, "packed16"])
 def test_loaded_moments_lie_as_the_weights_do(kind: str, state_dtype: Any) -> None:
-    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    initialize(model, optimizer, "O5", master_weights=kind, state_dtype=state_dtype)
+    made = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    model, optimizer = started(made, FusedAdam, "O5", master_weights=kind, state_dtype=state_dtype)
     step_on(model(torch.ones(1, 4, 4, 4)).sum(), optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     moments = [x for x in optimizer.state[optimizer.param_groups[0]["params"][0]].values() if x.dim()]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import amp
 from tests.covering import covering
-from tests.models import run_backward, started, step_on
+from tests.models import run_backward, sgd, started, step_on
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -21,13 +21,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def sgd(model: nn.Module) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def start(level: str, **overrides: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    return amp.initialize(model, sgd(model), opt_level=level, verbosity=0, **overrides)
+def start(level: str, **overrides: Any) -> Any:
+    return started(net(), sgd, level, **overrides)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

@@ -19,7 +19,7 @@ from torch.nn.utils.spectral_norm import spectral_norm
 import amp
 from amp.errors import AmpWarning
 from tests.covering import covering
-from tests.models import LEVELS, MASTER_LEVELS, initialize, run_backward, step_on
+from tests.models import LEVELS, MASTER_LEVELS, initialize, run_backward, started, step_on
 
 STEPS = 10
 
@@ -280,8 +280,7 @@ def test_skipped_steps_and_closures_count() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Statistics())
     assert len(said("O2", model, loss_scale={"init": 2.0**40, "max": 2.0**40})) == 1
     model = nn.Sequential(nn.Linear(4, 4), Statistics())
-    optimizer: Any = torch.optim.LBFGS(model.parameters(), max_iter=2)
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, optimizer = started(model, lambda p: torch.optim.LBFGS(p, max_iter=2), "O5")
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -304,9 +303,8 @@ def test_a_compiled_forward_is_seen() -> None:
 def test_training_goes_on_where_the_warning_is_an_error() -> None:
     def trained(is_error: bool) -> tuple[list[Tensor], int]:
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(4, 4), Statistics())
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
-        model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+        made = nn.Sequential(nn.Linear(4, 4), Statistics())
+        model, optimizer = started(made, lambda p: torch.optim.SGD(p, lr=1e-2), "O5")
         errors = 0
         with warnings.catch_warnings():
             warnings.simplefilter("error" if is_error else "ignore")

@@ -258,13 +258,20 @@ def test_an_overflow_skips_only_the_optimizers_of_its_loss(
     assert all("loss scaler 1" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_static_scale_checks_nothing_as_in_apex(level: str) -> None:
-    model, optimizer = started(linear(), sgd, level, loss_scale=2.0)
+@pytest.mark.parametrize(
+    ("level", "scaling", "scale"),
+    [
+        *((level, 2.0, 2.0) for level in LEVELS),
+        ("O5", 1.0, 1.0),
+        ("O5", {"mode": "static", "init": 1, "check": False}, 1.0),
+    ],
+)
+def test_a_static_scale_checks_nothing_as_in_apex(level: str, scaling: Any, scale: float) -> None:
+    model, optimizer = started(linear(), sgd, level, loss_scale=scaling)
     take_step(model, optimizer)
     assert not amp.step_was_skipped(optimizer)
     assert not torch.isfinite(model.weight).all()
-    assert amp.loss_scale() == 2.0
+    assert amp.loss_scale() == scale
 
 
 @pytest.mark.parametrize(
@@ -276,6 +283,7 @@ def test_a_static_scale_checks_nothing_as_in_apex(level: str) -> None:
         ({"init": 65536.0}, 20),
         ({"init": 4.0}, 6),  # at 4, 2, 1, and the third below that
         ({"init": 65536.0, "overflow_patience": 200, "min": 2.0}, None),
+        ({"mode": "static", "init": 8, "check": True, "overflow_patience": 3}, 3),
     ],
 )
 def test_overflows_without_end_are_pointed_out_once(
@@ -399,34 +407,12 @@ def test_a_bad_batch_does_not_reach_the_weights(caplog: pytest.LogCaptureFixture
             caplog.clear()
 
 
-@pytest.mark.parametrize("scaling", [1.0, {"mode": "static", "init": 1, "check": False}])
-def test_a_number_or_check_false_checks_nothing(scaling: Any) -> None:
-    model, optimizer = started(linear(), sgd, "O5", loss_scale=scaling)
-    take_step(model, optimizer)
-    assert not torch.isfinite(model.weight).all()
-
-
-def test_endless_overflows_without_a_scale_warn() -> None:
-    model = linear()
-    scaling = {"mode": "static", "init": 8, "check": True, "overflow_patience": 3}
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O4", loss_scale=scaling, verbosity=0
-    )
-    for _ in range(2):
-        take_step(model, optimizer)
-    overflow(model, optimizer)
-    with pytest.warns(amp.AmpWarning, match="3 overflows in a row"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("protect", [True, False])
 def test_running_statistics_outlive_an_overflow(level: str, protect: bool) -> None:
-    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    loaded = {**model.state_dict(), "1.running_mean": torch.arange(4.0)}
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level=level, protect_buffers=protect, verbosity=0
-    )
+    made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    loaded = {**made.state_dict(), "1.running_mean": torch.arange(4.0)}
+    model, optimizer = started(made, sgd, level, protect_buffers=protect)
     model.load_state_dict(loaded)
     copied = copy.deepcopy(model)
     for i in range(4):
@@ -446,8 +432,7 @@ def test_running_statistics_outlive_an_overflow(level: str, protect: bool) -> No
 
 
 def test_repaired_statistics_do_not_touch_a_graph() -> None:
-    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O4", verbosity=0)
+    model, optimizer = started(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sgd, "O4")
     model[1].eval()
     loss = model(torch.ones(2, 4)).sum()
     for _ in range(2):

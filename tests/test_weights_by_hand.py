@@ -14,7 +14,7 @@ import amp
 from amp.errors import AmpRuntimeError, AmpWarning
 from tests import training
 from tests.covering import covering
-from tests.models import initialize, run_backward, started, step_on
+from tests.models import run_backward, started, step_on
 from tests.training import Training, vector
 
 LEVELS = ("O1", "O2", "O5", "O5 split16")
@@ -75,17 +75,17 @@ def test_a_script_that_writes_nothing_trains_as_in_fp32(
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loss_of_masters_is_refused_where_it_is_scaled(optimizer: str, dynamic: bool) -> None:
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    options: dict[str, Any] = {"loss_scale": "dynamic" if dynamic else 128.0}
-    model, made = initialize(model, training.OPTIMIZERS[optimizer](model.parameters()), "O2", **options)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    scale: Any = "dynamic" if dynamic else 128.0
+    model, made = started(layers, training.OPTIMIZERS[optimizer], "O2", loss_scale=scale)
     penalty = sum(p.square().sum() for p in amp.master_params(made))
     with pytest.raises(AmpRuntimeError, match=r"master of a parameter of shape .*model.parameters\(\)"):
         run_backward(model(torch.ones(2, 8)).float().sum() + penalty, made)
 
 
 def test_zeros_inside_of_a_block_are_no_gradients_of_a_loss() -> None:
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    model, made = initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", loss_scale=128.0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model, made = started(layers, training.OPTIMIZERS["SGD"], "O2", loss_scale=128.0)
     for _ in range(2):
         with amp.scale_loss(model(torch.ones(2, 8)).float().sum(), made) as scaled_loss:
             made.zero_grad(set_to_none=False)

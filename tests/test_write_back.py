@@ -1,5 +1,6 @@
 """Wrappers around optimizers, and masters that change outside of `step`, learn as in FP32."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -136,8 +137,12 @@ def problem() -> tuple[Any, Tensor, Tensor]:
     return model, torch.randn(64, 8), torch.randn(64, 1)
 
 
-def sgd(parameters: Any, **kwargs: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **kwargs)
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def sam_of(parameters: Any, base: Any = torch.optim.SGD) -> Any:
+    return SAM(parameters, base, lr=0.05)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -159,8 +164,7 @@ def step_sam(model: nn.Module, x: Tensor, y: Tensor, sam: Any, optimizer: Any = 
 
 def train_sam(level: str, base: Any = torch.optim.SGD, scale: str = "outer", **overrides: Any) -> float:
     model, x, y = problem()
-    sam = SAM(model.parameters(), base, lr=0.05)
-    model, sam = amp.initialize(model, sam, opt_level=level, verbosity=0, **overrides)
+    model, sam = started(model, lambda p: sam_of(p, base), level, **overrides)
     optimizer = sam if scale == "outer" else sam.base_optimizer
     for _ in range(STEPS):
         step_sam(model, x, y, sam, optimizer)
@@ -169,9 +173,7 @@ def train_sam(level: str, base: Any = torch.optim.SGD, scale: str = "outer", **o
 
 def train_sam_by_closure(level: str) -> float:
     model, x, y = problem()
-    model, sam = amp.initialize(
-        model, SAM(model.parameters(), torch.optim.SGD, lr=0.05), opt_level=level, verbosity=0
-    )
+    model, sam = started(model, sam_of, level)
     for _ in range(STEPS):
         backward(model, x, y, sam)
         sam.step(lambda: backward(model, x, y, sam))
@@ -181,19 +183,16 @@ def train_sam_by_closure(level: str) -> float:
 
 def train_lookahead(level: str, base: Any = None, **overrides: Any) -> float:
     model, x, y = problem()
-    optimizer = Lookahead((base or sgd)(model.parameters(), **({"lr": 0.05} if base else {})))
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **overrides)
+    make = functools.partial(base, lr=0.05) if base else sgd
+    model, optimizer = started(model, lambda p: Lookahead(make(p)), level, **overrides)
     for _ in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, x, y, optimizer)
-        optimizer.step()
+        train_on(loss_of(model, x, y), optimizer)
     return loss_of(model, x, y).item()
 
 
 def train_accumulating(level: str) -> float:
     model, x, y = problem()
-    optimizer = Sometimes(sgd(model.parameters()), every=4)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(model, lambda p: Sometimes(sgd(p), every=4), level)
     for _ in range(STEPS):
         for part in range(4):
             rows = slice(16 * part, 16 * part + 16)
@@ -272,9 +271,7 @@ def test_gradients_that_were_stepped_on_are_not_stepped_on_again(base: Any) -> N
     results = []
     for clear in ("optimizer", "model"):
         model, x, y = problem()
-        model, optimizer = amp.initialize(
-            model, base(model.parameters(), lr=0.05), opt_level="O5", verbosity=0
-        )
+        model, optimizer = started(model, functools.partial(base, lr=0.05), "O5")
         for _ in range(3):
             backward(model, x, y, optimizer)
             optimizer.step()
@@ -300,9 +297,7 @@ def test_gradients_that_were_stepped_on_are_free_in_the_next_forward() -> None:
 @pytest.mark.parametrize("others", [torch.zeros_like, lambda master: None], ids=["zeros", "none"])
 def test_gradients_that_are_assigned_to_masters_are_stepped(base: Any, others: Any) -> None:
     model, x, y = problem()
-    model, optimizer = amp.initialize(
-        model, base(model.parameters(), lr=0.05), opt_level="O5", verbosity=0
-    )
+    model, optimizer = started(model, functools.partial(base, lr=0.05), "O5")
     before = [parameter.detach().clone() for parameter in model.parameters()]
     backward(model, x, y, optimizer)
     for master in amp.master_params(optimizer):
@@ -317,9 +312,7 @@ def test_a_loss_is_scaled_for_the_wrapper_or_for_what_it_wraps() -> None:
 
 def test_an_overflow_in_sams_first_step_is_skipped() -> None:
     model, x, y = problem()
-    model, sam = amp.initialize(
-        model, SAM(model.parameters(), torch.optim.SGD, lr=0.05), opt_level="O1", verbosity=0
-    )
+    model, sam = started(model, sam_of, "O1")
     before = [p.clone() for p in model.parameters()]
     backward(model, x * float("inf"), y, sam)
     sam.first_step(zero_grad=True)
@@ -336,7 +329,7 @@ def test_groups_that_a_wrapper_adds_get_masters() -> None:
     model, x, y = problem()
     head = nn.Linear(1, 1)
     wholes = nn.Sequential(model, head)
-    sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05)
+    sam = sam_of(model.parameters())
     wholes, sam = amp.initialize(wholes, sam, opt_level="O5", verbosity=0)
     sam.add_param_group({**sam.base_optimizer.defaults, "params": list(head.parameters())})
     assert all(p.dtype is torch.float32 for p in amp.master_params(sam))
@@ -347,7 +340,7 @@ def test_groups_that_a_wrapper_adds_get_masters() -> None:
 
 def test_a_wrapper_is_as_before_when_its_session_is_closed() -> None:
     model, *_ = problem()
-    sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05)
+    sam = sam_of(model.parameters())
     before = set(vars(sam)), set(vars(sam.base_optimizer))
     amp.initialize(model, sam, opt_level="O5", verbosity=0)
     assert "first_step" in vars(sam)
@@ -362,8 +355,7 @@ def test_a_wrapper_is_as_before_when_its_session_is_closed() -> None:
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_methods_of_an_optimizer_reach_the_model(level: str) -> None:
     model, x, y = problem()
-    optimizer = Averaged(model.parameters(), lr=0.05)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(model, lambda p: Averaged(p, lr=0.05), level)
     backward(model, x, y, optimizer)
     optimizer.step()
     before = model[0].weight.float()
