@@ -39,10 +39,13 @@ from tests.models import (
 from tests.states import assert_same
 
 
-def train_step(model: nn.Module, optimizer: Any, step: int = 0, **kwargs: Any) -> torch.Tensor:
+def train_step(model: nn.Module, optimizer: Any, step: int = 0, *, plain: bool = False) -> torch.Tensor:
+    """Take a step, in a block or in plain PyTorch, and return the loss before it."""
     images, labels = batch(step)
     optimizer.zero_grad()
-    return step_on(F.cross_entropy(model(images), labels), optimizer, **kwargs).detach()
+    loss = run_backward(F.cross_entropy(model(images), labels), None if plain else optimizer)
+    optimizer.step()
+    return loss.detach()
 
 
 # Shapes.
@@ -76,12 +79,8 @@ def test_o0_is_plain_pytorch_bit_for_bit() -> None:
     plain_optimizer, optimizer = adamw(plain), adamw(ours)
     ours, optimizer = amp.initialize(ours, optimizer, opt_level="O0")
     for step in range(5):
-        images, labels = batch(step)
-        loss = F.cross_entropy(plain(images), labels)
-        plain_optimizer.zero_grad()
-        loss.backward()
-        plain_optimizer.step()
-        assert torch.equal(train_step(ours, optimizer, step), loss.detach())
+        loss = train_step(plain, plain_optimizer, step, plain=True)
+        assert torch.equal(train_step(ours, optimizer, step), loss)
     assert_same(plain.state_dict(), ours.state_dict())
 
 
@@ -91,10 +90,7 @@ def test_half_precision_follows_fp32(level: str) -> None:
     reference_optimizer, optimizer = sgd(reference), sgd(model)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level)
     for step in range(5):
-        images, labels = batch(step)
-        reference_optimizer.zero_grad()
-        F.cross_entropy(reference(images), labels).backward()
-        reference_optimizer.step()
+        train_step(reference, reference_optimizer, step, plain=True)
         train_step(model, optimizer, step)
     kept = amp.get_session().properties.keep_batchnorm_fp32
     assert model.conv.weight.dtype is MODEL_DTYPE[level]
@@ -158,10 +154,8 @@ def test_a_part_may_be_in_data_parallel(opt_level: str) -> None:
     for wrap in (nn.Sequential, nn.DataParallel):
         model, optimizer = started(InParts(wrap), lambda p: torch.optim.SGD(p, lr=0.01), opt_level)
         for step in range(3):
-            loss = (
-                model(torch.randn(4, 4, generator=torch.Generator().manual_seed(step))).square().mean()
-            )
-            train_on(loss, optimizer)
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            train_on(model(x).square().mean(), optimizer)
         weights.append(model.state_dict())
         amp.get_session(optimizer).close()
     bare, wrapped = weights
@@ -206,12 +200,7 @@ def test_a_part_in_ddp_is_refused_where_it_would_reduce_wrongly(opt_level: str) 
             TypeError,
             "optimizers must be .* got tuple; make it a list",
         ),
-        (
-            lambda m: m,
-            lambda m: "sgd",
-            TypeError,
-            "optimizers must be a torch.optim.Optimizer.*got str",
-        ),
+        (lambda m: m, lambda m: "sgd", TypeError, "optimizers must be a torch.optim.Opt.*got str"),
         (lambda m: m, lambda m: [sgd(m)] * 2, RuntimeError, r"optimizers\[1\] is in the list twice"),
     ],
 )
@@ -236,16 +225,8 @@ def test_a_half_buffer_is_named() -> None:
 def test_a_model_that_is_half_already_where_that_is_allowed(cast: Any, masters: Any) -> None:
     model = linear().half()
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = sgd(model)
-    amp.initialize(
-        model,
-        optimizer,
-        opt_level="O2",
-        cast_model_type=cast,
-        master_weights=masters,
-        allow_incoming_model_not_fp32=True,
-        loss_scale=128.0,
-    )
+    options = {"cast_model_type": cast, "master_weights": masters, "loss_scale": 128.0}
+    _, optimizer = started(model, sgd, "O2", allow_incoming_model_not_fp32=True, **options)
     assert_same(model.parameters(), before)
     for value, master in zip(before, model.state_dict().values(), strict=True):
         assert torch.equal(master, value.float())
@@ -430,21 +411,15 @@ def test_a_model_of_a_closed_session_is_trained_on_as_if_nothing_had_happened(
     level: str, masters: Any
 ) -> None:
     ends = []
+    options = {"master_weights": masters, "loss_scale": 128.0, "verbosity": 0}
     for close_after in (None, 3):
         model = conv_net()
         optimizer = adamw(model)
         for step in range(6):
             if step in (0, close_after):
-                model, optimizer = amp.initialize(
-                    model,
-                    optimizer,
-                    opt_level=level,
-                    master_weights=masters,
-                    loss_scale=128.0,
-                    verbosity=0,
-                )
-            images, labels = batch(step)
-            train_on(F.cross_entropy(model(images), labels), optimizer)
+                model, optimizer = amp.initialize(model, optimizer, opt_level=level, **options)
+            train_step(model, optimizer, step)
+            optimizer.zero_grad()
             if step + 1 == close_after:
                 amp.get_session(optimizer).close()
         ends.append(model.state_dict())
@@ -503,9 +478,7 @@ def test_before_initialize_and_with_foreign_optimizers() -> None:
 def test_scale_loss_says_what_it_needs(
     loss: Any, optimizers: Any, error: type[Exception], text: str
 ) -> None:
-    model = linear()
-    optimizer = sgd(model)
-    amp.initialize(model, optimizer)
+    _, optimizer = started(linear(), sgd, "O1")
     loss = torch.ones((), requires_grad=True) if loss is None else loss
     optimizers = optimizer if optimizers is None else optimizers
     with pytest.raises(error, match=text):

@@ -133,8 +133,7 @@ class Units:
     def __init__(self, level: str, optimizer: Callable[..., Any]) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        made = optimizer(model.parameters(), lr=1e-2)
-        self.model, self.optimizer = amp.initialize(model, made, opt_level=level, verbosity=0)
+        self.model, self.optimizer = started(model, lambda p: optimizer(p, lr=1e-2), level)
         self.is_dynamic = level in ("O1", "O2")
         self.x = torch.randn(8, 4)
         self.block()
@@ -274,8 +273,7 @@ def test_masters_agree_with_weights_after_an_interrupted_load(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, made = amp.initialize(model, made, opt_level="O5", verbosity=0, **options)
+    model, _ = started(model, lambda p: torch.optim.SGD(p, lr=0.1), "O5", **options)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = {name: tensor + 1 for name, tensor in old.items()}
     counted = interrupt(-1, lambda: model.load_state_dict(new))

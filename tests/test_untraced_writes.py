@@ -465,12 +465,11 @@ def test_weights_that_are_taken_back_have_their_low_bits(optimizer: str, level: 
             backup = [p.detach().clone() for p in t.parameters]
             for p in t.parameters:
                 p.data.mul_(0.5)
-            if look == "a state dict":
-                assert all(map(torch.equal, t.state, [p.detach().float() for p in t.parameters]))
-            elif look == "a copy":
-                copy.deepcopy(t.model)
-            elif look == "an evaluation":
+            if look == "an evaluation":
                 t.evaluate()
+            else:
+                found = in_a_state_dict(t) if look == "a state dict" else in_a_deep_copy(t)
+                assert all(map(torch.equal, found, [p.detach().float() for p in t.parameters]))
             for p, value in zip(t.parameters, backup, strict=True):
                 p.data.copy_(value)
         ends.append(training.vector(t.state))
@@ -584,21 +583,14 @@ def test_a_training_goes_on_from_fp32_values_that_were_assigned(level: str, opti
     assert torch.equal(trained(True), trained(False))
 
 
-@pytest.mark.parametrize("end", ["close", "a copy", "an average"])
+@pytest.mark.parametrize("place", [after_close, in_a_deep_copy, in_an_average])
 @pytest.mark.parametrize("level", ["O2", "O5", "O5 split16"])
-def test_fp32_values_that_were_assigned_are_in_copies_and_after_close(level: str, end: str) -> None:
+def test_fp32_values_that_were_assigned_are_in_copies_and_after_close(level: str, place: Any) -> None:
     t = Training(level, "FusedAdam")
     t.iterate(2)
     values = [0.75 * value for value in t.state]
     assigned(t, values)
-    if end == "close":
-        amp.get_session(t.optimizer).close()
-        found = t.parameters
-    elif end == "a copy":
-        found = list(copy.deepcopy(t.model).parameters())
-    else:
-        found = list(AveragedModel(t.model).module.parameters())
-    assert all(map(torch.equal, [p.detach() for p in found], values))
+    assert all(map(torch.equal, place(t), values))
 
 
 # What writes to weights in a forward.
