@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import amp
 from amp.diagnosis.findings import Finding
 from amp.errors import AmpWarning
+from tests.models import run_backward, train_on
 
 FREQUENCIES = 10000.0 ** -(torch.arange(8) / 8)
 POSITIONS = torch.arange(3000.0, 3064)
@@ -107,10 +108,7 @@ def watched(level: str, positions: Tensor, **overrides: Any) -> list[Finding]:
             model, optimizer = session.initialize(model, optimizer)
         with session:
             for _ in range(2):
-                with session.scale_loss(F.cross_entropy(model(X), Y), optimizer) as scaled_loss:
-                    scaled_loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+                train_on(F.cross_entropy(model(X), Y), optimizer)
     return watch.report.findings
 
 
@@ -122,8 +120,7 @@ def test_a_diagnosis_compares_buffers_with_what_they_were(is_in_fp32: bool) -> N
         model, optimizer = session.initialize(model, optimizer)
 
         def step() -> None:
-            with session.scale_loss(F.cross_entropy(model(X), Y), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(F.cross_entropy(model(X), Y), optimizer)
 
         with amp.diagnose(model, optimizer) as report:
             step()

@@ -25,7 +25,7 @@ from amp.optimizers import (
 )
 from tests.covering import covering
 from tests.levels import DYNAMIC, LEVELS
-from tests.models import initialize, run_backward
+from tests.models import initialize, run_backward, train_on
 from tests.states import assert_same
 
 LR = 1e-2
@@ -168,10 +168,7 @@ def test_every_level_trains_with_it(level: str) -> None:
         net, optimizer = session.initialize(net, optimizer)
         for i, (x, y) in enumerate(batches()):
             loss = (net(x).float() - y).square().mean() * (1e38 if i == 5 else 1.0)
-            with session.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(loss, optimizer)
         scales.append(session.loss_scale())
         session.close()
         weights.append(net.float())

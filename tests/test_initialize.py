@@ -380,10 +380,7 @@ def test_close_gives_everything_back(level: str) -> None:
     names = model.state_dict()
     with amp.Session(level) as session:
         model, optimizer = session.initialize(model, optimizer)
-        images, labels = batch()
-        with session.scale_loss(F.cross_entropy(model(images), labels), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        train_step(model, optimizer)
         values = {name: value.clone() for name, value in model.state_dict().items()}
         moments = [optimizer.state[p]["exp_avg"].clone() for p in amp.master_params(optimizer)]
     session.close()  # again: nothing happens
@@ -400,9 +397,7 @@ def test_close_gives_everything_back(level: str) -> None:
         session.initialize(linear())
     with pytest.raises(RuntimeError, match="session was closed"):
         amp.get_session(optimizer)
-    optimizer.zero_grad()
-    F.cross_entropy(model(images), labels).backward()
-    optimizer.step()
+    train_step(model, optimizer, plain=True)
 
 
 @pytest.mark.parametrize("masters", [True, "split16", "kahan"])
@@ -433,9 +428,7 @@ def test_a_session_takes_more_models_later() -> None:
         session.initialize(a, oa)
         session.initialize(b, ob)
         for model, optimizer in ((a, oa), (b, ob)):
-            with session.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step_on(model(torch.ones(1, 4)).sum(), optimizer)
             assert next(amp.master_params(optimizer)).dtype is torch.float32
 
 

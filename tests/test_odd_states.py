@@ -6,7 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import amp
 from tests.covering import covering
 from tests.levels import FP8
 from tests.levels import LEVELS as NOT_IN_FP8
-from tests.models import run_backward
+from tests.models import run_backward, step_on
 from tests.processes import ROOT, run_python
 from tests.states import assert_same
 
@@ -105,8 +105,7 @@ def train_in_default_dtype(level: str | None) -> tuple[list[Tensor], list[str]]:
             amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     for _ in range(4):
         loss = nn.functional.cross_entropy(model(torch.randn(16, 16)), torch.arange(16) % 4)
-        with nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss, None if level is None else optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return list(model.parameters()), [str(each.message) for each in caught]
@@ -149,9 +148,7 @@ def test_initialize_is_refused_in_inference_mode(level: str) -> None:
     assert all(map(torch.equal, model.parameters(), weights))
     session.initialize(model, optimizer)
     for _ in range(2):
-        with session.scale_loss(model(torch.ones(2, 32)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(2, 32)).float().mean(), optimizer)
 
 
 @pytest.mark.parametrize("level", NOT_IN_FP8)

@@ -25,6 +25,7 @@ from amp.optimizers import (
     FusedNovoGrad,
     FusedSGD,
 )
+from tests.models import run_backward
 
 Way = Literal["unseen", "seen", "lost"]
 WIDTH = 16
@@ -141,11 +142,7 @@ class Training:
         return loss
 
     def backward_of(self, loss: Tensor) -> None:
-        if self.level is None:
-            loss.backward()
-            return
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss, None if self.level is None else self.optimizer)
 
     def tasks(self) -> list[Tensor]:
         """Return two losses, each of a forward of its own, which reach the parameters `trained`."""
