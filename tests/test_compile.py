@@ -300,7 +300,8 @@ def f(x):
     y = torch.addcdiv(x, x, x, value=2)
     return F.conv1d(x, x[:, :, :1]), torch.exp(x).softmax(-1), y, x.lerp(x, .5)
 x = torch.ones(2, 2, 2)
-with casting("O1"):
+with amp.Session("O1") as session:
+    session.initialize(None)
     torch.compile(f, backend="eager", fullgraph=True)(x)
 print(*{t.dtype for t in torch.compile(f, backend="eager", fullgraph=True)(x)})
 """
