@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import amp
 from amp.profiles.levels import LEVELS
-from tests.models import initialize, note_of, started, train_on
+from tests.models import initialize, note_of, sgd, started, train_on
 from tests.states import assert_same
 
 HALF = ["O2", "O3", "O5"]
@@ -74,10 +74,8 @@ def test_parametrizations_come_and_go(level: str, when: str) -> None:
     model = linear(16, 16, 16)
     if when == "before":
         parametrizations.weight_norm(model[0])
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = initialize(
-        model, optimizer, level, **({"fp8": {"skip": []}} if level > "O5" else {})
-    )
+    options: dict[str, Any] = {"fp8": {"skip": []}} if level > "O5" else {}
+    model, optimizer = started(model, sgd, level, **options)
     x = torch.randn(16, 16)
     if when == "in between":
         parametrizations.weight_norm(model[0])
@@ -100,8 +98,7 @@ def test_a_parametrized_layer_runs_in_fp8_and_comes_back(level: str) -> None:
     model = linear(16, 16, 16)
     parametrizations.weight_norm(model[0])
     before = type(model[0])
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = initialize(model, optimizer, level, fp8={"skip": []})
+    model, optimizer = started(model, sgd, level, fp8={"skip": []})
     x = torch.randn(16, 16)
     assert not torch.equal(
         model[0](x), F.linear(x.bfloat16(), model[0].weight.bfloat16(), model[0].bias.bfloat16())
@@ -119,8 +116,7 @@ def test_a_rule_may_name_a_parametrization(level: str, which: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     parametrizations.spectral_norm(model[0])
     rules = [{"module": which, "cast": "float32"}]
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = initialize(model, optimizer, level, rules=rules)
+    model, optimizer = started(model, sgd, level, rules=rules)
     train(model, optimizer, torch.randn(4, 16))
 
 
@@ -188,7 +184,7 @@ def test_an_error_of_the_models_own_gets_no_note() -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_hook_that_returns_another_dtype_is_explained(level: str) -> None:
-    model, optimizer = started(linear(4, 4), lambda p: torch.optim.SGD(p, lr=0.1), level)
+    model, optimizer = started(linear(4, 4), sgd, level)
     mask = torch.ones(4, 4)
     model.weight.register_hook(lambda grad: grad * mask)
     assert "return (grad * mask).to(grad.dtype)" in note_of(
@@ -205,8 +201,7 @@ def test_quantization_aware_training(level: str) -> None:
     model: Any = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
     quantization.prepare_qat(model.train(), inplace=True)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(model, sgd, level)
     before = model[0].weight.detach().float().clone()
     train(model, optimizer, torch.randn(8, 16))
     assert not torch.equal(before, model[0].weight.float())

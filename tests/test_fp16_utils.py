@@ -135,8 +135,7 @@ def test_gradients_of_several_backwards_add_up(update: bool) -> None:
             optimizer.update_master_grads()
         ends.append([p.grad for group in optimizer.param_groups for p in group["params"]])
         optimizer.step()
-    for a, b in zip(*ends, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(*ends, rtol=2e-3, atol=1e-5)
 
 
 def test_gradients_of_a_loss_that_was_scaled_by_hand() -> None:

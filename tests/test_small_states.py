@@ -25,7 +25,7 @@ from amp.optimizers.state_dicts import pack_moments, unpack_moments
 from tests.covering import covering
 from tests.kernels.numbers_of import numbers_of
 from tests.living import Living, tensors_in
-from tests.models import Wrapper, step_on
+from tests.models import Wrapper, started, step_on
 from tests.states import assert_same, load, saved_of
 
 SMALL: dict[str, Any] = {"master_weights": "split24", "state_dtype": "packed16"}
@@ -168,9 +168,7 @@ def trained_alone(lr: float, steps: int, **options: Any) -> Tensor:
     layer = nn.Linear(1, 4096, bias=False)
     with torch.no_grad():
         layer.weight.copy_(start[:, None])
-    model, optimizer = amp.initialize(
-        layer, FusedSGD(layer.parameters(), lr=lr), opt_level="O5", verbosity=0, **options
-    )
+    model, optimizer = started(layer, lambda p: FusedSGD(p, lr=lr), "O5", **options)
     for _ in range(steps):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
@@ -246,13 +244,12 @@ def test_a_resumed_run_of_channels_last_weights_goes_on_bit_for_bit(
     if reference:
         monkeypatch.setenv("AMP_KERNELS", "reference")
 
-    def build_one() -> tuple[Any, Any]:
+    def build_one() -> Any:
         torch.manual_seed(0)
         model: Any = nn.Conv2d(3, 8, 3, bias=False)
         model = model.to(memory_format=torch.channels_last)
-        optimizer = FusedAdam(model.parameters(), lr=1e-2)
         options: dict[str, Any] = {**SMALL, "master_weights": masters, "loss_scale": 1.0}
-        return amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+        return started(model, lambda p: FusedAdam(p, lr=1e-2), "O5", **options)
 
     def steps(model: Any, optimizer: Any, count: int) -> None:
         for _ in range(count):
@@ -333,9 +330,7 @@ def test_a_skipped_step_changes_nothing() -> None:
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_five_bytes_a_parameter_are_kept_and_gradients_take_two_more(level: str) -> None:
-    layer = nn.Linear(64, 64, bias=False)
-    optimizer = FusedAdam(layer.parameters())
-    model, optimizer = amp.initialize(layer, optimizer, opt_level=level, verbosity=0, **SMALL)
+    model, optimizer = started(nn.Linear(64, 64, bias=False), FusedAdam, level, **SMALL)
     step_on(model(torch.randn(4, 64)).square().mean(), optimizer)
     lows = amp.get_session(optimizer).masters.low_halves(optimizer.param_groups[0]["params"]) or []
     (state,) = optimizer.state.values()
