@@ -51,11 +51,7 @@ def train(model: nn.Module, optimizer: Any, level: str, steps: range) -> None:
 
 
 def checkpoint(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "amp": amp.state_dict(),
-    }
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
 
 
 def outcome(model: nn.Module, optimizer: Any) -> dict[str, Any]:

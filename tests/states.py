@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,14 @@ import amp
 def saved_of(model: Any, optimizer: Any) -> list[Any]:
     """Return copies of the state dicts of a model, its optimizer and amp."""
     return copy.deepcopy([model.state_dict(), optimizer.state_dict(), amp.state_dict()])
+
+
+def through_a_file(what: Any, weights_only: bool = True) -> Any:
+    """Return what is loaded of a file in which this is saved."""
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
 
 
 def load(saved: list[Any], model: Any, optimizer: Any) -> None:

@@ -157,10 +157,7 @@ def test_a_deep_copy_has_the_values_of_the_masters_and_runs_on_its_own(level: st
 @pytest.mark.parametrize(
     ("optimizer_first", "make", "level"),
     covering(
-        [False, True],
-        [torch.optim.AdamW, amp.optimizers.FusedAdam],
-        [*LEVELS, "O1", "O3"],
-        strength=1,
+        [False, True], [torch.optim.AdamW, amp.optimizers.FusedAdam], [*LEVELS, "O1", "O3"], strength=1
     ),
 )
 def test_copies_of_a_model_and_its_optimizer_train_on_together(

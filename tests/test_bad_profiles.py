@@ -169,10 +169,7 @@ def test_a_rule_reads_its_dtype() -> None:
     [
         ({"loss_scale": 10**400}, "loss_scale=an integer of about 401 digits must be a finite number"),
         ({"loss_scale": 10**5000}, "loss_scale=an integer of about 5001 digits"),
-        (
-            {"loss_scale": torch.ones(2)},
-            r"loss_scale is a float32 tensor of shape \(2,\); give",
-        ),
+        ({"loss_scale": torch.ones(2)}, r"loss_scale is a float32 tensor of shape \(2,\); give"),
         ({"loss_scale": {"init": torch.ones(2)}}, r"init is a float32 tensor of shape \(2,\)"),
         ({"min_loss_scale": torch.ones(2)}, "min_loss_scale is a float32 tensor"),
         ({"num_losses": 10**400}, "num_losses=an integer of about 401 digits must be an integer of at"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from tests.models import (
 )
 from tests.processes import run_python
 from tests.resume import CASES, HALF, WHOLE, checkpoint, make, outcome, scaling, train
-from tests.states import assert_same
+from tests.states import assert_same, through_a_file
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +68,7 @@ def test_resume_is_exact(resumed: Path, case: str, loaded: str) -> None:
 def test_a_checkpoint_holds_plain_values_and_fp32_tensors(level: str) -> None:
     model, optimizer = initialize(*make("AdamW", level), level)
     train(model, optimizer, level, range(2))
-    buffer = io.BytesIO()
-    torch.save(checkpoint(model, optimizer), buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
+    saved = through_a_file(checkpoint(model, optimizer))
     for name, value in saved["model"].items():
         assert not value.is_floating_point() or value.dtype is torch.float32, name
     assert_same(saved["amp"], amp.state_dict())

@@ -34,6 +34,7 @@ from amp.fp16_utils import (
     tofp16,
 )
 from amp.optimizers import FusedAdam
+from tests.states import through_a_file
 
 
 def net() -> nn.Sequential:
@@ -264,13 +265,6 @@ def test_zero_grad_by_either_name() -> None:
             assert p.grad is None if empties else p.grad is None or not p.grad.any()
 
 
-def save(optimizer: FP16_Optimizer, model: nn.Module) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    return file
-
-
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("make", [sgd, lambda m: FusedAdam(m.parameters(), lr=0.01)])
 def test_it_resumes_bit_for_bit(make: Callable[[Any], Any], model_first: bool) -> None:
@@ -284,17 +278,16 @@ def test_it_resumes_bit_for_bit(make: Callable[[Any], Any], model_first: bool) -
     options: dict[str, Any] = {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 3}}
     optimizer = FP16_Optimizer(make(model), **options)
     run(model, optimizer, range(4))
-    file = save(optimizer, model)
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
     expected = run(model, optimizer, range(4, 9))
 
     resumed_model = half_net()
     resumed = FP16_Optimizer(make(resumed_model), **options)
-    saved = torch.load(file, weights_only=True)
     if model_first:
-        resumed_model.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["optimizer"])
+        resumed_model.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
     if not model_first:
-        resumed_model.load_state_dict(saved["model"])
+        resumed_model.load_state_dict(saved[0])
     assert_equal(run(resumed_model, resumed, range(4, 9)), expected)
 
 
@@ -403,15 +396,12 @@ def test_checkpoints_of_apex_optimizers(make: Callable[..., Any], flat: bool) ->
     model = all_half()
     optimizer = two_groups(model, make)
     run(model, optimizer, range(4))
-    file = io.BytesIO()
-    torch.save(state_of_2018(optimizer, flat), file)
-    file.seek(0)
+    saved = through_a_file(state_of_2018(optimizer, flat))
     optimizer.loss_scale = 4096.0
     expected = run(model, optimizer, range(4, 8))
 
     resumed_model = all_half()
     resumed = two_groups(resumed_model, make)
-    saved = torch.load(file, weights_only=True)
     resumed.load_state_dict(saved)
     assert resumed.loss_scale == 4096.0
     assert resumed.state_dict()["loss_scaler"]["unskipped"] == 4  # good steps since the overflow

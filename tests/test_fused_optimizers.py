@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import math
 import pickle
 from typing import Any
@@ -15,18 +14,11 @@ from torch import Tensor, nn
 
 import amp
 from amp.errors import AmpRuntimeError, AmpValueError
-from amp.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedLion,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from amp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 from tests.covering import covering
 from tests.levels import DYNAMIC, LEVELS
 from tests.models import initialize, run_backward, train_on
-from tests.states import assert_same
+from tests.states import assert_same, through_a_file
 
 LR = 1e-2
 STEPS = 60
@@ -543,10 +535,7 @@ def test_moments_in_16_bits_stay_near_and_resume_exactly(name: str, level: str |
     exact = run(*make(None), batches())
     net, optimizer = make(torch.bfloat16)
     first = run(net, optimizer, batches()[:40])
-    file = io.BytesIO()
-    torch.save((net.state_dict(), optimizer.state_dict()), file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file([net.state_dict(), optimizer.state_dict()])
     moments = {
         value.dtype for state in optimizer.state.values() for value in state.values() if value.dim()
     }

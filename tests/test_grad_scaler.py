@@ -329,13 +329,8 @@ def test_a_scale_of_the_users_own(new: Any) -> None:
 @pytest.mark.parametrize(
     "new",
     [
-        0.0,
-        -1.0,
-        math.inf,
-        math.nan,
-        torch.ones(2),
-        torch.tensor(0.0),
-        torch.ones(1, requires_grad=True),
+        *(0.0, -1.0, math.inf, math.nan),
+        *(torch.ones(2), torch.tensor(0.0), torch.ones(1, requires_grad=True)),
     ],
 )
 def test_a_scale_that_cannot_be_is_refused(new: Any) -> None:
@@ -558,9 +553,7 @@ def test_torchs_grad_scaler_steps_a_fused_optimizer_of_a_session(
         more: dict[str, Any] = {} if optimizer_class is FusedAdam else {"fused": True}
         optimizer: Any = optimizer_class(model.parameters(), lr=0.1, eps=0.1, **more)
         if level is not None:
-            model, optimizer = amp.initialize(
-                model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0
-            )
+            amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
         for i in range(6):
             optimizer.zero_grad()

@@ -366,10 +366,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (
-            ["explain", "sofmax"],
-            "there is no function 'sofmax'; did you mean 'torch.softmax'?",
-        ),
+        (["explain", "sofmax"], "there is no function 'sofmax'; did you mean 'torch.softmax'?"),
         (["explain", "torch.sofmax"], "; did you mean 'torch.softmax'?"),
         (["explain", "softmax"], "; did you mean 'torch.softmax'?"),
         (["explain", "torch.linear"], "; did you mean 'torch.nn.functional.linear'?"),
@@ -838,10 +835,7 @@ def test_a_loss_in_the_block_of_another_session() -> None:
     [
         ("loss_scale: true", ":2: loss_scale=True is not a number"),
         ("growth_interval: 100", ":2: there is no property 'growth_interval'; allowed: "),
-        (
-            "growth_interval: 100",
-            "; it belongs under loss_scale, which takes a mapping such as {'gr",
-        ),
+        ("growth_interval: 100", "; it belongs under loss_scale, which takes a mapping such as {'gr"),
         ("keep_bn_fp32: true", "; did you mean 'keep_batchnorm_fp32'?"),
         ("precision: 16", ":2: there is no property 'precision'"),
         ("precision: bf16", "; extends says it: 'O1' or 'O2' for float16, 'O4' or 'O5' for bfloat16"),

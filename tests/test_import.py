@@ -46,9 +46,7 @@ def test_everything_public_is_importable() -> None:
     assert run("import amp; print(all(hasattr(amp, name) for name in amp.__all__))") == "True"
     assert run(
         "import amp; from amp import *; print(scalars.__name__, initialize.__name__)"
-    ).split() == [
-        *("scalars", "initialize"),
-    ]
+    ).split() == [*("scalars", "initialize")]
 
 
 def test_type_checkers_are_told_of_the_same_names() -> None:
@@ -76,5 +74,5 @@ def test_packages_are_imported_when_they_are_asked_for() -> None:
     assert run("import amp; print(amp.numerics.describe('fp16').max)") == "65504.0"
     code = "import amp; print(amp.optimizers.FusedAdam.__name__, amp.fp16_utils.tofp16.__name__)"
     assert run(f"{code}; print(hasattr(amp, 'nothing'), callable(amp.compat.install))").split() == [
-        *("FusedAdam", "tofp16", "False", "True"),
+        *("FusedAdam", "tofp16", "False", "True")
     ]

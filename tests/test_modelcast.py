@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import types
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
@@ -32,7 +31,7 @@ from tests.models import (
     started,
     step_on,
 )
-from tests.states import assert_same
+from tests.states import assert_same, through_a_file
 
 # Containers.
 
@@ -189,28 +188,9 @@ def test_a_packed_sequence() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(
-            None,
-            1,
-            "text",
-            b"bytes",
-            2.5,
-            range(3),
-            iter([ONES]),
-            {1, 2},
-            [],
-            {},
-            (),
-            torch.float16,
-            INTS,
-        ),
-        int,
-        torch.Size([1, 2]),
-        (x for x in [ONES]),
-        nn.Linear(1, 1),
-        [INTS, {"a": INTS}],
-        Item(INTS),
-        torch.device("cpu"),
+        *(None, 1, "text", b"bytes", 2.5, range(3), iter([ONES]), {1, 2}, [], {}, (), int, INTS),
+        *(torch.float16, torch.Size([1, 2]), torch.device("cpu"), nn.Linear(1, 1)),
+        *((x for x in [ONES]), [INTS, {"a": INTS}], Item(INTS)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -404,10 +384,7 @@ def test_copies_are_models_of_their_own(level: str, how: str) -> None:
     elif how == "pickle":
         twin = pickle.loads(pickle.dumps(model))
     else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
+        twin = through_a_file(model, weights_only=False)
     model.eval()
     twin.eval()
     x, y = batch()

@@ -13,14 +13,7 @@ from torch import nn
 import amp
 from amp import optimizers
 from amp.compat.handle import init
-from amp.errors import (
-    AmpIndexError,
-    AmpRuntimeError,
-    AmpTypeError,
-    AmpValueError,
-    brief,
-    first_few,
-)
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError, brief, first_few
 from amp.fp16_utils import DynamicLossScaler, FP16_Optimizer
 from tests.models import step_on
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +22,7 @@ from amp.training.deferred_gradients import DeferredGradient
 from tests import training
 from tests.covering import covering
 from tests.models import initialize, run_backward
+from tests.states import through_a_file
 from tests.training import WIDTH, Training
 
 pytestmark = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="needs a gradient of another dtype")
@@ -251,11 +251,8 @@ def test_a_deferred_gradient_is_what_it_stands_for(use: Callable[[Tensor], Any])
 
 
 def test_a_deferred_gradient_is_saved_as_an_ordinary_tensor() -> None:
-    file = io.BytesIO()
     grad = deferred()
-    torch.save(grad, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file(grad)
     assert type(saved) is Tensor
     assert torch.equal(saved, grad)
 

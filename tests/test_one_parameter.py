@@ -237,8 +237,7 @@ def a_curvature(model: Any, x: Any, scaled_loss: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "backward",
-    [a_scaled_part, a_chain, a_surrogate, a_surrogate_of_a_hidden_tensor, a_curvature],
+    "backward", [a_scaled_part, a_chain, a_surrogate, a_surrogate_of_a_hidden_tensor, a_curvature]
 )
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.filterwarnings("ignore:Using backward")

@@ -123,8 +123,7 @@ def name_of(place: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "split16"}], ids=["", "split16"])
 @pytest.mark.parametrize(
-    "level",
-    [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in LIMITS if x not in QUICK)],
+    "level", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in LIMITS if x not in QUICK)]
 )
 def test_a_level_patches_what_the_page_lists(level: str, options: dict[str, Any]) -> None:
     if options and level not in ("O2", "O5", "O7", "O9"):

@@ -65,8 +65,7 @@ def test_levels_are_the_documented_ones(level: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("alias", "level"),
-    [("32-true", "O0"), ("16-mixed", "O1"), ("16-true", "O3"), ("bf16-mixed", "O4")],
+    ("alias", "level"), [("32-true", "O0"), ("16-mixed", "O1"), ("16-true", "O3"), ("bf16-mixed", "O4")]
 )
 def test_aliases(alias: str, level: str) -> None:
     assert amp.load_profile(alias) == amp.load_profile(level)
@@ -586,12 +585,7 @@ def test_fp8_can_be_switched_off(value: Any) -> None:
         ("O4", {"recipe": "delayed", "fp8_recipe": "delayed"}, ValueError, "which are one thing"),
         ("O4", {"fp8_wgrad": True, "grad_weight": "fp8"}, ValueError, "which are one thing"),
         ("O4", {"recipe": "rowwise", "all_gather": True}, ValueError, "or take recipe: current"),
-        (
-            "O4",
-            {"recipe": "rowwise_gw_hp", "keep_weights": True},
-            ValueError,
-            "has other scales",
-        ),
+        ("O4", {"recipe": "rowwise_gw_hp", "keep_weights": True}, ValueError, "has other scales"),
         ("O4", {"all_gather": True, "keep_weights": True}, ValueError, "FSDP2 frees a gathered weight"),
         ("O4", {"eval": "high", "all_gather": True}, ValueError, "all_gather: True and eval: high"),
     ],

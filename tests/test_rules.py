@@ -661,8 +661,7 @@ class Mixes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [{"rules": [{"tensor": "*.centre", "cast": "float32"}]}, {"buffer_dtype": "float32"}],
+    "overrides", [{"rules": [{"tensor": "*.centre", "cast": "float32"}]}, {"buffer_dtype": "float32"}]
 )
 def test_code_that_needs_one_dtype_is_told_where_to_cast(overrides: Any) -> None:
     model = nn.Sequential(Mixes())

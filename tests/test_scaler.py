@@ -242,9 +242,7 @@ def test_other_ranks_are_silent(
     assert not caplog.records
 
 
-def test_an_overflow_skips_only_the_optimizers_of_its_loss(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_overflow_skips_only_the_optimizers_of_its_loss(caplog: pytest.LogCaptureFixture) -> None:
     models = [linear(seed) for seed in range(3)]
     optimizers = [sgd(model) for model in models]
     models, optimizers = initialize(models, optimizers, "O2", num_losses=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,7 +25,7 @@ from tests.covering import covering
 from tests.kernels.numbers_of import numbers_of
 from tests.living import Living, tensors_in
 from tests.models import Wrapper, started, step_on
-from tests.states import assert_same, load, saved_of
+from tests.states import assert_same, load, saved_of, through_a_file
 
 SMALL: dict[str, Any] = {"master_weights": "split24", "state_dtype": "packed16"}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -225,12 +224,10 @@ def test_a_resumed_run_goes_on_bit_for_bit(
     """However gradients are cleared."""
     model, optimizer = build(level, cls, **options)
     train(model, optimizer, range(4), set_to_none)
-    stream = io.BytesIO()
-    torch.save(saved_of(model, optimizer), stream)
+    saved = through_a_file(saved_of(model, optimizer))
     train(model, optimizer, range(4, 8), set_to_none)
-    stream.seek(0)
     other, resumed = build(level, cls, **options)
-    load(torch.load(stream, weights_only=True), other, resumed)
+    load(saved, other, resumed)
     train(other, resumed, range(4, 8), not set_to_none)
     assert_same(all_of(other, resumed), all_of(model, optimizer))
 

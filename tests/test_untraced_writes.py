@@ -229,9 +229,7 @@ def test_a_search_along_a_line_goes_on_from_what_its_closure_writes() -> None:
 @pytest.mark.parametrize(
     ("when", "level", "optimizer"),
     covering(
-        TIMES_OF_A_SKIPPED_STEP,
-        ["O2", "O5", "O5 kahan"],
-        ["AdamW", "AdamW, fused", "SGD", "FusedAdam"],
+        TIMES_OF_A_SKIPPED_STEP, ["O2", "O5", "O5 kahan"], ["AdamW", "AdamW, fused", "SGD", "FusedAdam"]
     ),
 )
 def test_a_step_that_is_skipped_takes_no_write_back(when: Any, level: str, optimizer: str) -> None:

@@ -17,14 +17,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp
-from amp.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedLion,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from amp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 from tests.models import run_backward
 
 Way = Literal["unseen", "seen", "lost"]
@@ -57,11 +50,7 @@ FUSED: dict[str, Any] = {
     "FusedAdagrad": lambda p: FusedAdagrad(p, **_ADAGRAD),
 }
 OPTIMIZERS = TORCHS | FUSED
-TORCHS_FOR = {
-    "FusedAdam": "AdamW",
-    "FusedSGD": "SGD",
-    "FusedAdagrad": "Adagrad",
-}
+TORCHS_FOR = {"FusedAdam": "AdamW", "FusedSGD": "SGD", "FusedAdagrad": "Adagrad"}
 """Whose steps are the same in FP32; the others are compared with themselves, without amp."""
 IN_FP32 = OPTIMIZERS | {"Adagrad": lambda p: torch.optim.Adagrad(p, **_ADAGRAD)}
 
@@ -347,11 +336,7 @@ TIMES_WITH_A_CLOSURE = (
     *(in_a_closure, first_in_a_closure),
     *(in_a_hook_before_a_step_with_a_closure, in_a_hook_after_a_step_with_a_closure),
 )
-TIMES_OF_A_SKIPPED_STEP = (
-    before_a_skipped_step,
-    after_a_skipped_step,
-    between_block_and_skipped_step,
-)
+TIMES_OF_A_SKIPPED_STEP = (before_a_skipped_step, after_a_skipped_step, between_block_and_skipped_step)
 
 
 @functools.cache
