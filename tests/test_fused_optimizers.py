@@ -18,7 +18,7 @@ from amp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedN
 from tests.covering import covering
 from tests.levels import DYNAMIC, LEVELS
 from tests.models import initialize, run_backward, train_on
-from tests.states import assert_same, through_a_file
+from tests.states import assert_same
 
 LR = 1e-2
 STEPS = 60
@@ -517,37 +517,22 @@ def two_groups_of(net: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("name", "level"), covering(MAKERS, [None, "O1", "O2"], strength=1))
-def test_moments_in_16_bits_stay_near_and_resume_exactly(name: str, level: str | None) -> None:
-    def make(state_dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
-        torch.manual_seed(3)
+def test_moments_in_16_bits_stay_near(name: str, level: str | None) -> None:
+    """tests/test_small_states.py resumes with them."""
+    ends = []
+    for state_dtype in (None, torch.bfloat16):
         net = model()
         optimizer = MAKERS[name](net.parameters(), lr=1e-3, state_dtype=state_dtype)
-        return (net, optimizer) if level is None else initialize(net, optimizer, level)
-
-    def run(net: nn.Module, optimizer: Any, some: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        for x, y in some:
+        if level is not None:
+            net, optimizer = initialize(net, optimizer, level)
+        for x, y in batches():
             optimizer.zero_grad()
-            loss = (net(x) - y).square().mean()
-            run_backward(loss, None if level is None else optimizer)
+            run_backward((net(x) - y).square().mean(), None if level is None else optimizer)
             optimizer.step()
-        return list(amp.master_params(optimizer))
-
-    exact = run(*make(None), batches())
-    net, optimizer = make(torch.bfloat16)
-    first = run(net, optimizer, batches()[:40])
-    saved = through_a_file([net.state_dict(), optimizer.state_dict()])
-    moments = {
-        value.dtype for state in optimizer.state.values() for value in state.values() if value.dim()
-    }
-    assert moments == {torch.bfloat16}
-    last = run(net, optimizer, batches()[40:])
-    torch.testing.assert_close(last, exact, rtol=0, atol=0.1 * 1e-3 * STEPS)
-    resumed_net, resumed = make(torch.bfloat16)
-    torch.manual_seed(99)
-    resumed_net.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    assert_same(last, run(resumed_net, resumed, batches()[40:]))
-    assert len(first) == len(last)
+        moments = [x for state in optimizer.state.values() for x in state.values() if x.dim()]
+        assert {x.dtype for x in moments} == {state_dtype or torch.float32}
+        ends.append(list(amp.master_params(optimizer)))
+    torch.testing.assert_close(*ends, rtol=0, atol=0.1 * 1e-3 * STEPS)
 
 
 def test_moments_change_their_dtype_with_the_optimizer_that_loads_them() -> None:

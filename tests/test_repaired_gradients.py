@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from amp.kernels import backend, update_scale
 from amp.torch_versions import HAS_GRAD_DTYPE
 from tests import training
 from tests.covering import covering
@@ -136,10 +135,10 @@ def test_a_closure_may_repair_gradients(level: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_an_overflow_of_another_optimizer_skips_the_steps_of_its_block_alone(
-    level: str, optimizer: str, is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+    level: str, optimizer: str, is_on_host: bool, request: pytest.FixtureRequest
 ) -> None:
     if not is_on_host:
-        decide_on_a_device(monkeypatch)
+        request.getfixturevalue("the_cpu_is_a_device")
     layers: list[Any] = [nn.Linear(4, 4), nn.Linear(4, 4)]
     made = [OPTIMIZERS[optimizer](layer.parameters()) for layer in layers]
     layers, optimizers = amp.initialize(
@@ -182,10 +181,10 @@ def test_a_product_with_the_inverse_of_a_scale_below_1_overflows_still(max_norm:
 
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_gradients_that_are_left_as_zeros_are_checked_again_once(
-    is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+    is_on_host: bool, request: pytest.FixtureRequest
 ) -> None:
     if not is_on_host:
-        decide_on_a_device(monkeypatch)
+        request.getfixturevalue("the_cpu_is_a_device")
     t = Training("O2", "SGD")
     found = t.optimizer._amp_attached.gradients.verdicts
     for factor in (1.0, math.nan, 1.0, 1.0, 1.0, 1.0):
@@ -196,6 +195,7 @@ def test_gradients_that_are_left_as_zeros_are_checked_again_once(
     assert not found.may_be_of_others
 
 
+@pytest.mark.usefixtures("the_cpu_is_a_device")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("optimizer", ["AdamW, fused", "FusedAdam"])
 @pytest.mark.parametrize("bad", [False, True])
@@ -203,7 +203,6 @@ def test_on_a_device_gradients_that_were_assigned_after_others_were_cleared_are_
     level: str, optimizer: str, bad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the host does not know of an overflow, it still does not wait."""
-    decide_on_a_device(monkeypatch)
     t = Training(level, optimizer)
     t.backward(math.nan)
     parameters = t.with_gradients()
@@ -216,11 +215,6 @@ def test_on_a_device_gradients_that_were_assigned_after_others_were_cleared_are_
     has_stepped = t.step()
     monkeypatch.undo()
     assert has_stepped == [not bad] * 4
-
-
-def decide_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backend, update_scale):
-        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 
 def refuse(*_: object) -> None:

@@ -19,7 +19,7 @@ from amp.kernels.rule import Origin
 from amp.kernels.split import decode, encode, join_reference, split_reference
 from amp.kernels.stepping import step
 from amp.numerics.memory import footprint
-from amp.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedSGD
+from amp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 from amp.optimizers.state_dicts import pack_moments, unpack_moments
 from tests.covering import covering
 from tests.kernels.numbers_of import numbers_of
@@ -216,6 +216,7 @@ IN_BFLOAT16 = {"master_weights": None, "state_dtype": "bfloat16"}
     [
         *((x, cls, {}) for x in ("O2", "O5") for cls in (FusedAdam, FusedLAMB, FusedLion, FusedSGD)),
         *((x, cls, IN_BFLOAT16) for x in ("O0", "O2", "O5") for cls in (FusedAdam, FusedSGD)),
+        *(("O2", cls, IN_BFLOAT16) for cls in (FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)),
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(
