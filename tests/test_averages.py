@@ -97,9 +97,8 @@ def train(net: Any, optimizer: Any, steps: int, then: Callable[[], object] = int
 def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> None:
     make, update = WAYS[way]
     net: Any = net_of()
-    optimizer: Any = torch.optim.Adam(net.parameters(), 1e-2)
     ema = make(net) if before else None
-    net, optimizer = amp.initialize(net, optimizer, **at(level))
+    net, optimizer = begun(level, lambda p: torch.optim.Adam(p, 1e-2), net)
     ema = ema or make(net)
     assert {parameter.dtype for parameter in ema.parameters()} == {torch.float32}
     train(net, optimizer, 200, lambda: update(ema, net))
@@ -114,9 +113,8 @@ def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> Non
 def test_an_average_of_weights_that_have_no_masters_moves(way: str, before: bool) -> None:
     make, update = WAYS[way]
     net: Any = net_of()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
     ema = make(net) if before else None
-    net, optimizer = amp.initialize(net, optimizer, **at("O3"))
+    net, optimizer = begun("O3", net=net)
     ema = ema or make(net)
     with torch.no_grad():
         update(ema, net)  # torch's first one copies

@@ -175,8 +175,7 @@ def test_without_masters_an_optimizer_steps_each_view_as_in_torch(layout: Layout
         tensor.data = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     by_hand = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
     for _ in range(3):
-        loss = (plain(torch.ones(16, SIZE, dtype=torch.bfloat16)).float() - 1).square().mean()
-        loss.backward()
+        (plain(torch.ones(16, SIZE, dtype=torch.bfloat16)).float() - 1).square().mean().backward()
         by_hand.step()
         by_hand.zero_grad()
     train(model, optimizer)

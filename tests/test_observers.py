@@ -69,8 +69,7 @@ def test_the_events_of_a_session_come_in_their_order(level: str) -> None:
         amp.get_session(optimizer).close()
         assert without_verdicts(log.told) == ["session_ends"]
     log.told.clear()
-    model = linear()
-    amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    started(linear(), sgd, level)
     assert not log.told
 
 
@@ -120,8 +119,7 @@ def test_what_an_event_raises_comes_out_and_leaves_no_block_open() -> None:
 
 
 def test_forwards_of_a_copy_are_not_told() -> None:
-    model, log = linear(), Log()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    (model, optimizer), log = started(linear(), sgd, "O2"), Log()
     stop = watch_forwards(log, amp.get_session(optimizer), [model])
     copy.deepcopy(model)(torch.ones(2, 4))
     assert not log.told

@@ -9,15 +9,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import amp
-from tests.models import train_on
+from tests.models import sgd, started, train_on
 from tests.states import assert_same
 
 
 def train(level: str, hooks: Any) -> list[Tensor]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    layers = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    model, optimizer = started(layers, sgd, level)
     for _ in range(3):
         with hooks():
             loss = nn.functional.cross_entropy(model(torch.randn(16, 32)), torch.arange(16) % 4)
