@@ -24,6 +24,7 @@ import torch.utils.checkpoint
 from amp import active
 from amp.casting import registry
 from amp.frontend import _Default
+from amp.kernels import backend, update_scale
 from amp.kernels.language import INTERPRETED
 from tests.devices import GPU
 from tests.tried import TRIED
@@ -155,6 +156,13 @@ def before_torch_2_10(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("amp.") and hasattr(module, "HAS_GRAD_DTYPE"):
             monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
+
+
+@pytest.fixture
+def the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the host believe that it has to wait for the CPU."""
+    for module in (backend, update_scale):
+        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 
 @pytest.fixture(autouse=True)

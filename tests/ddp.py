@@ -25,7 +25,7 @@ from amp.frontend import _Default
 from amp.kernels.l2norm import l2norm
 from amp.optimizers import FusedSGD
 from tests.levels import DYNAMIC
-from tests.models import LEVELS, initialize
+from tests.models import LEVELS, initialize, run_backward, step_on
 
 
 def net() -> nn.Module:
@@ -57,9 +57,7 @@ def train_from_different_seeds(rank: int, level: str) -> None:
     for step in range(3):
         torch.manual_seed(10 * rank + step)
         optimizer.zero_grad()
-        with amp.scale_loss(ddp(torch.randn(8, 4)).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step_on(ddp(torch.randn(8, 4)).float().square().mean(), optimizer)
     assert largest_difference(model) == 0, level
 
 
@@ -78,10 +76,7 @@ def accumulate(rank: int, level: str, view: bool, no_sync: bool) -> None:
         for i, x in enumerate(batches):
             delay = no_sync and i < 2
             ddp.require_backward_grad_sync = not delay  # what no_sync() sets
-            with amp.scale_loss(
-                ddp(x).float().square().mean(), optimizer, delay_unscale=delay
-            ) as scaled:
-                scaled.backward()
+            run_backward(ddp(x).float().square().mean(), optimizer, delay_unscale=delay)
             reference(x).square().mean().backward()
         for p, q in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
             assert q.grad is not None
@@ -99,8 +94,7 @@ def average_and_replay(rank: int, level: str) -> None:
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     def backward(x: Tensor) -> None:
-        with amp.scale_loss(ddp(x).float().square().mean(), optimizer) as scaled:
-            scaled.backward()
+        run_backward(ddp(x).float().square().mean(), optimizer)
 
     torch.manual_seed(100 + rank)
     for step in range(3):
@@ -123,10 +117,7 @@ def overflow_on_one_rank(rank: int, level: str) -> None:
         model, torch.optim.SGD(model.parameters(), lr=0.1), level, verbosity=0
     )
     ddp = DistributedDataParallel(model)
-    loss = ddp(torch.ones(2, 4)).float().sum() * (math.inf if rank == 1 else 1.0)
-    with amp.scale_loss(loss, optimizer) as scaled:
-        scaled.backward()
-    optimizer.step()
+    step_on(ddp(torch.ones(2, 4)).float().sum() * (math.inf if rank == 1 else 1.0), optimizer)
     assert amp.step_was_skipped(optimizer)
     assert amp.loss_scale() == 512.0
 
@@ -139,10 +130,7 @@ def overflow_on_one_rank_without_ddp(rank: int, level: str, fused: bool) -> None
     model, optimizer = initialize(model, optimizer, level, verbosity=0, process_group=dist.group.WORLD)
     for factor, skipped in ((1.0, False), (math.inf, True), (1.0, False)):
         before = model[0].weight.detach().clone()
-        loss = model(torch.ones(2, 4)).float().sum() * (factor if rank == 1 else 1.0)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        optimizer.step()
+        step_on(model(torch.ones(2, 4)).float().sum() * (factor if rank == 1 else 1.0), optimizer)
         assert amp.step_was_skipped(optimizer) == skipped, (level, rank)
         assert torch.equal(before, model[0].weight) == skipped, (level, rank)
         optimizer.zero_grad()
@@ -165,9 +153,7 @@ def overflow_in_one_shard(rank: int) -> None:
             factor[3, 2] = bad  # in rank 1's shard
             factor = distribute_tensor(factor, mesh, placements)
             loss: Any = (weight * factor).sum()
-            with amp.scale_loss(loss.full_tensor(), optimizer) as scaled:
-                scaled.backward()
-            optimizer.step()
+            step_on(loss.full_tensor(), optimizer)
             assert amp.step_was_skipped(optimizer) == (bad != 1.0), (rank, sharded, bad)
             local = DTensor.to_local(weight)  # type: ignore[arg-type]
             assert torch.equal(local, torch.full_like(local, expected)), (rank, sharded, local)

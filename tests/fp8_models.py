@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import amp
 from amp.profiles.fp8_recipe import RECIPES
+from tests.models import step_on
+from tests.states import load, saved_of
 
 RECIPE_NAMES = tuple(RECIPES)
 BASES = ("O1", "O2", "O4", "O5")
@@ -92,12 +95,42 @@ def train(model: Any, optimizer: Any, data: Iterator[tuple[Tensor, Tensor]], ste
     for _ in range(steps):
         x, y = next(data)
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x).float(), y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(step_on(F.cross_entropy(model(x).float(), y), optimizer).item())
     return losses
+
+
+def trained(
+    recipe: Any,
+    steps: range = range(4),
+    state: Any = None,
+    *,
+    level: str = "O5",
+    recompute: str = "",
+    before_step: Callable[[int, Any], object] = lambda i, model: None,
+    **options: Any,
+) -> tuple[list[Tensor], list[Any]]:
+    """Return weights and history after some steps of a run, and its state dicts.
+
+    Args:
+        recipe: that of FP8 or FP4.
+        steps: the numbers of the steps: those before them were trained before.
+        state: the state dicts to begin with.
+        level: the level.
+        recompute: how activations are checkpointed.
+        before_step: is called with the number of each step and the model.
+        options: others for `initialize`.
+    """
+    model, optimizer = initialize(net(recompute=recompute), level, recipe, **options)
+    if state is not None:
+        load(state, model, optimizer)
+    for i, batch in zip(steps, itertools.islice(batches(), steps.start, None), strict=False):
+        before_step(i, model)
+        train(model, optimizer, iter([batch]), 1)
+    remembered = [] if history() is None else [history().amaxes]
+    found = [value.clone() for value in (*model.state_dict().values(), *remembered)]
+    saved = saved_of(model, optimizer)
+    amp.get_session().close()
+    return found, saved
 
 
 def history() -> Any:

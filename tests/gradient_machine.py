@@ -32,6 +32,7 @@ from amp.training import gradients
 from amp.training.attached_optimizer import AttachedOptimizer
 from tests import gradient_oracle as oracle
 from tests.gradient_harness import LATE, TWIN_OF, Model, Stage, compare, state_of, wide
+from tests.states import assert_same
 
 LARGEST = 40
 """No gradients are made beyond: every format holds what comes of these exactly."""
@@ -422,13 +423,6 @@ class Actions(Stage):
             return 8 * torch.finfo(self.values(i)[name].dtype).eps
         rounding = {"split16": 2.0**-20, "split24": 2.0**-12, "kahan": 2.0**-12}[self.lean]
         return max(rounding, self.blur(i, name))
-
-
-def assert_same(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> None:
-    """Assert that nothing has changed."""
-    assert after.keys() == before.keys()
-    for name, value in after.items():
-        assert torch.equal(value, before[name]), name
 
 
 class Script(Actions):

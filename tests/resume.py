@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import amp
-from tests.models import DYNAMIC_LEVELS, LEVELS, ConvNet, batch, conv_net, initialize
+from tests.models import DYNAMIC_LEVELS, LEVELS, ConvNet, batch, conv_net, initialize, step_on
 
 OPTIMIZERS = ("SGD", "AdamW")
 OVERFLOWS = (5, 22)  # one in each half
@@ -47,17 +47,11 @@ def train(model: nn.Module, optimizer: Any, level: str, steps: range) -> None:
         if step in OVERFLOWS and level in DYNAMIC_LEVELS:
             loss = loss * math.inf
         optimizer.zero_grad()
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(loss, optimizer)
 
 
 def checkpoint(model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    return {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "amp": amp.state_dict(),
-    }
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
 
 
 def outcome(model: nn.Module, optimizer: Any) -> dict[str, Any]:

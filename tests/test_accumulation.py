@@ -18,7 +18,7 @@ import amp
 from amp.optimizers import FusedSGD
 from tests.covering import covering
 from tests.levels import DYNAMIC
-from tests.models import DYNAMIC_LEVELS, LEVELS, initialize
+from tests.models import DYNAMIC_LEVELS, LEVELS, TOLERANCE, initialize, run_backward, started, step_on
 
 
 class Mixed(nn.Module):
@@ -37,6 +37,7 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda groups: torch.optim.SGD(groups, lr=1.0),
     "SGD, fused": lambda groups: torch.optim.SGD(groups, lr=1.0, fused=True),
     "FusedSGD": lambda groups: FusedSGD(groups, lr=1.0),
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1.0),
 }
 
 
@@ -45,15 +46,14 @@ def micro_batch(i: int) -> Tensor:
     return torch.tensor([1.0, 2.0, 4.0]) * (i + 1)
 
 
-def make(level: str, **kwargs: Any) -> tuple[Mixed, Any]:
+def make(level: str, optimizer: str = "SGD", **kwargs: Any) -> tuple[Mixed, Any]:
     model = Mixed()
-    optimizer = torch.optim.SGD([{"params": [model.cast]}, {"params": [model.norm.bias]}], lr=1.0)
-    return initialize(model, optimizer, level, **kwargs)
+    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
+    return initialize(model, OPTIMIZERS[optimizer](groups), level, **kwargs)
 
 
 def run_block(model: Mixed, optimizer: Any, i: int, **kwargs: Any) -> None:
-    with amp.scale_loss(model(micro_batch(i)), optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(micro_batch(i)), optimizer, **kwargs)
 
 
 def grads(optimizer: Any) -> list[Tensor]:
@@ -113,8 +113,7 @@ def test_a_loss_of_any_shape(level: str) -> None:
 
 def empty_block(model: Mixed, optimizer: Any, **kwargs: Any) -> None:
     """Run a block whose loss reaches nothing of the model."""
-    with amp.scale_loss(torch.ones((), requires_grad=True) * 1.0, optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(torch.ones((), requires_grad=True) * 1.0, optimizer, **kwargs)
 
 
 def step(model: Mixed, optimizer: Any) -> None:
@@ -138,17 +137,14 @@ BETWEEN: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("between", "optimizer", "level", "clears"),
-    covering(BETWEEN, [*OPTIMIZERS, "AdamW"], DYNAMIC, ["the model", "each parameter"]),
+    covering(BETWEEN, OPTIMIZERS, DYNAMIC, ["the model", "each parameter"]),
 )
 @pytest.mark.filterwarnings("ignore:an amp.scale_loss block has ended, and no")
 def test_an_overflow_whose_gradients_somebody_clears_skips_no_later_step(
     between: str, optimizer: str, level: str, clears: str
 ) -> None:
     """Though a block comes in between that makes no gradients, or a step that uses none."""
-    model = Mixed()
-    make_it: Any = OPTIMIZERS.get(optimizer, lambda groups: torch.optim.AdamW(groups, lr=1.0))
-    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
-    model, opt = initialize(model, make_it(groups), level)
+    model, opt = make(level, optimizer)
 
     def clear() -> None:
         if clears == "the model":
@@ -157,8 +153,7 @@ def test_an_overflow_whose_gradients_somebody_clears_skips_no_later_step(
         for parameter in model.parameters():
             parameter.grad = None
 
-    with amp.scale_loss(model(micro_batch(0) * math.inf), opt) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(micro_batch(0) * math.inf), opt)
     clear()
     for each in BETWEEN[between]:
         each(model, opt)
@@ -180,22 +175,15 @@ ZEROS: dict[str, Callable[[nn.Module], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("zeros", "optimizer", "level"), covering(ZEROS, [*OPTIMIZERS, "AdamW"], DYNAMIC)
-)
+@pytest.mark.parametrize(("zeros", "optimizer", "level"), covering(ZEROS, OPTIMIZERS, DYNAMIC))
 def test_a_skipped_step_whose_gradients_somebody_sets_to_zero_skips_no_later_step(
     zeros: str, optimizer: str, level: str
 ) -> None:
-    model = Mixed()
-    make_it: Any = OPTIMIZERS.get(optimizer, lambda groups: torch.optim.AdamW(groups, lr=1.0))
-    groups = [{"params": [model.cast]}, {"params": [model.norm.bias]}]
-    model, opt = initialize(model, make_it(groups), level)
+    model, opt = make(level, optimizer)
     model.norm.weight.requires_grad_(False)
     for factor in (math.inf, 1.0, 1.0, math.inf, 1.0):
         before = model.cast.detach().clone()
-        with amp.scale_loss(model(micro_batch(0) * factor), opt) as scaled_loss:
-            scaled_loss.backward()
-        opt.step()
+        step_on(model(micro_batch(0) * factor), opt)
         assert amp.step_was_skipped(opt) == (factor == math.inf)
         assert torch.equal(model.cast, before) == (factor == math.inf)
         ZEROS[zeros](model)
@@ -208,9 +196,7 @@ def test_a_step_is_skipped_for_what_an_overflow_has_left(level: str) -> None:
     model, opt = initialize(model, torch.optim.SGD([model.cast], 0.1), level)
     before = model.cast.detach().clone()
     for factor in (math.inf, 1.0, 1.0):
-        with amp.scale_loss(model(micro_batch(0) * factor), opt) as scaled_loss:
-            scaled_loss.backward()
-        opt.step()
+        step_on(model(micro_batch(0) * factor), opt)
         assert amp.step_was_skipped(opt)
         assert torch.equal(model.cast, before)
 
@@ -219,8 +205,7 @@ def test_a_step_is_skipped_for_what_an_overflow_has_left(level: str) -> None:
 def test_a_delayed_overflow_of_another_loss_is_not_lost(level: str) -> None:
     """Loss 0 is only ever delayed; its scale must fall all the same."""
     model, optimizer = make(level, num_losses=2)
-    with amp.scale_loss(model(micro_batch(0)) * math.inf, optimizer, delay_unscale=True) as s:
-        s.backward()
+    run_backward(model(micro_batch(0)) * math.inf, optimizer, delay_unscale=True)
     run_block(model, optimizer, 1, loss_id=1)
     assert (amp.loss_scale(0), amp.loss_scale(1)) == (512.0, 1024.0)
     optimizer.step()
@@ -234,8 +219,7 @@ def test_blocks_of_two_optimizers_that_share_parameters_count_each_gradient_once
     optimizers = [torch.optim.SGD(parameters, lr=1.0) for _ in range(2)]
     model, optimizers = initialize(model, optimizers, level)
     for i in range(3):
-        with amp.scale_loss(model(micro_batch(i)), optimizers) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(micro_batch(i)), optimizers)
     for optimizer in optimizers:
         cast = next(iter(amp.master_params(optimizer)))
         assert torch.equal(cast.grad.float(), 6 * micro_batch(0))
@@ -252,16 +236,11 @@ def test_close_unscales_what_was_delayed() -> None:
 # Exceptions inside the block.
 
 
-def test_an_optimizer_given_twice_counts_once() -> None:
-    model, optimizer = make("O1")
-    run_block(model, [optimizer, optimizer], 0)  # type: ignore[arg-type]
-    assert_sum(optimizer, 1)
-
-
-def test_a_tuple_of_optimizers_is_as_good_as_a_list() -> None:
+@pytest.mark.parametrize("given", [lambda made: [made, made], lambda made: (made,)])
+def test_an_optimizer_given_twice_counts_once_and_a_tuple_is_as_good_as_a_list(given: Any) -> None:
     model, optimizer = make("O2")
-    run_block(model, (optimizer,), 0)
-    run_block(model, (optimizer,), 1)
+    run_block(model, given(optimizer), 0)
+    run_block(model, given(optimizer), 1)
     assert_sum(optimizer, 2)
 
 
@@ -276,13 +255,10 @@ def test_accumulated_gradients_equal_those_of_one_big_batch(level: str) -> None:
     x = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
     reference = make_model().double()
     reference(x.double()).pow(2).mean().backward()
-    model = make_model()
-    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    model, optimizer = started(make_model(), lambda p: torch.optim.SGD(p, lr=0.1), level)
     for chunk in x.chunk(3):
-        loss = model(chunk).float().pow(2).mean() / 3
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-    tolerance = {"O0": 1e-5, "O4": 5e-2, "O5": 5e-2}.get(level, 1e-2)
+        run_backward(model(chunk).float().pow(2).mean() / 3, optimizer)
+    tolerance = max(TOLERANCE[level], 1e-5)
     for p, q in zip(amp.master_params(optimizer), reference.parameters(), strict=True):
         torch.testing.assert_close(p.grad.double(), q.grad, rtol=tolerance, atol=tolerance / 5)
 
@@ -291,9 +267,7 @@ def test_accumulated_gradients_equal_those_of_one_big_batch(level: str) -> None:
 def test_gradients_keep_the_precision_that_half_would_lose() -> None:
     """2048 + 1 is 2048 in float16; the masters' gradients know better."""
     model, optimizer = make("O2")
-    with amp.scale_loss((model.cast * 2048).sum() / 64, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward((model.cast * 2048).sum() / 64, optimizer)
     for _ in range(3):
-        with amp.scale_loss(model.cast.sum() / 64, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model.cast.sum() / 64, optimizer)
     assert (next(amp.master_params(optimizer)).grad * 64 == 2051).all()

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 import amp
 from amp.masters import averages
 from tests.covering import covering
+from tests.models import started, step_on
 
 DECAY = 0.98
 LEVELS = ["O0", "O2", "O5", "split16"]
@@ -64,21 +65,28 @@ def net_of() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 1))
 
 
-def session_at(level: str) -> amp.Session:
-    overrides: dict[str, Any] = {"master_weights": "split16"} if level == "split16" else {}
-    return amp.Session("O5" if overrides else level, verbosity=0, **overrides)
+def at(level: str) -> dict[str, Any]:
+    """Return the options of a level, or of lean masters."""
+    lean = {"opt_level": "O5", "master_weights": "split16"}
+    return {"verbosity": 0, **(lean if level == "split16" else {"opt_level": level})}
+
+
+def begun(
+    level: str, make: Callable[[Any], Any] = lambda p: torch.optim.SGD(p, 0.1), net: Any = None
+) -> Any:
+    """Return a net and its optimizer, initialized."""
+    net = net_of() if net is None else net
+    return amp.initialize(net, make(net.parameters()), **at(level))
 
 
 def loss_of(model: nn.Module) -> Tensor:
     return (model(X).float() - Y).square().mean()
 
 
-def train(session: amp.Session, net: Any, optimizer: Any, steps: int, then: Callable[[], None]) -> None:
+def train(net: Any, optimizer: Any, steps: int, then: Callable[[], object] = int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        with session.scale_loss(loss_of(net), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(loss_of(net), optimizer)
         with torch.no_grad():
             then()
 
@@ -89,17 +97,15 @@ def train(session: amp.Session, net: Any, optimizer: Any, steps: int, then: Call
 def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> None:
     make, update = WAYS[way]
     net: Any = net_of()
-    optimizer: Any = torch.optim.Adam(net.parameters(), 1e-2)
     ema = make(net) if before else None
-    with session_at(level) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        ema = ema or make(net)
-        assert {parameter.dtype for parameter in ema.parameters()} == {torch.float32}
-        train(session, net, optimizer, 200, lambda: update(ema, net))
-        assert loss_of(net) < 0.001
-        assert loss_of(ema) < 0.005  # 0.6 untrained
-        narrow = {"O2": torch.float16, "O5": torch.bfloat16, "split16": torch.bfloat16}.get(level)
-        assert next(net.parameters()).dtype is (narrow or torch.float32)
+    net, optimizer = begun(level, lambda p: torch.optim.Adam(p, 1e-2), net)
+    ema = ema or make(net)
+    assert {parameter.dtype for parameter in ema.parameters()} == {torch.float32}
+    train(net, optimizer, 200, lambda: update(ema, net))
+    assert loss_of(net) < 0.001
+    assert loss_of(ema) < 0.005  # 0.6 untrained
+    narrow = {"O2": torch.float16, "O5": torch.bfloat16, "split16": torch.bfloat16}.get(level)
+    assert next(net.parameters()).dtype is (narrow or torch.float32)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -107,88 +113,80 @@ def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> Non
 def test_an_average_of_weights_that_have_no_masters_moves(way: str, before: bool) -> None:
     make, update = WAYS[way]
     net: Any = net_of()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
     ema = make(net) if before else None
-    with amp.Session("O3", verbosity=0) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        ema = ema or make(net)
-        with torch.no_grad():
-            update(ema, net)  # torch's first one copies
-        expected = [parameter.detach().double() for parameter in ema.parameters()]
-        first = list(expected)
+    net, optimizer = begun("O3", net=net)
+    ema = ema or make(net)
+    with torch.no_grad():
+        update(ema, net)  # torch's first one copies
+    expected = [parameter.detach().double() for parameter in ema.parameters()]
+    first = list(expected)
 
-        def both() -> None:
-            update(ema, net)
-            for i, weight in enumerate(net.parameters()):
-                expected[i] = expected[i].lerp(weight.detach().double(), 1 - DECAY)
+    def both() -> None:
+        update(ema, net)
+        for i, weight in enumerate(net.parameters()):
+            expected[i] = expected[i].lerp(weight.detach().double(), 1 - DECAY)
 
-        train(session, net, optimizer, 10, both)
-        for found, average, start in zip(ema.parameters(), expected, first, strict=True):
-            assert found.dtype is torch.float32
-            torch.testing.assert_close(found.detach().double(), average, rtol=1e-5, atol=1e-6)
-            assert not torch.equal(average, start)
+    train(net, optimizer, 10, both)
+    for found, average, start in zip(ema.parameters(), expected, first, strict=True):
+        assert found.dtype is torch.float32
+        torch.testing.assert_close(found.detach().double(), average, rtol=1e-5, atol=1e-6)
+        assert not torch.equal(average, start)
 
 
 @pytest.mark.parametrize("level", ["O2", "O5", "split16"])
 def test_a_deep_copy_has_the_values_of_the_masters_and_runs_on_its_own(level: str) -> None:
-    net: Any = net_of()
-    optimizer: Any = torch.optim.Adam(net.parameters(), 3e-3)
-    with session_at(level) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        train(session, net, optimizer, 5, lambda: None)
-        copied = copy.deepcopy(net)
-        state, own = net.state_dict(), copied.state_dict()
-        assert all(torch.equal(state[name], own[name]) for name in state)
-        before = copied(X)
-        assert before.dtype is torch.float32
-        plain = net_of()
-        plain.load_state_dict(own)
-        assert torch.equal(before, plain(X))  # computed in FP32
-        train(session, net, optimizer, 5, lambda: None)
-        assert torch.equal(copied(X), before)
+    net, optimizer = begun(level, lambda p: torch.optim.Adam(p, 3e-3))
+    train(net, optimizer, 5)
+    copied = copy.deepcopy(net)
+    state, own = net.state_dict(), copied.state_dict()
+    assert all(torch.equal(state[name], own[name]) for name in state)
+    before = copied(X)
+    assert before.dtype is torch.float32
+    plain = net_of()
+    plain.load_state_dict(own)
+    assert torch.equal(before, plain(X))  # computed in FP32
+    train(net, optimizer, 5)
+    assert torch.equal(copied(X), before)
+    amp.get_session().close()
     assert torch.equal(copied(X), before)  # the session is closed
     assert "__deepcopy__" not in vars(nn.Module)
 
 
 @pytest.mark.parametrize(
     ("optimizer_first", "make", "level"),
-    covering([False, True], [torch.optim.AdamW, amp.optimizers.FusedAdam], LEVELS, strength=1),
+    covering(
+        [False, True], [torch.optim.AdamW, amp.optimizers.FusedAdam], [*LEVELS, "O1", "O3"], strength=1
+    ),
 )
 def test_copies_of_a_model_and_its_optimizer_train_on_together(
     level: str, make: Any, optimizer_first: bool
 ) -> None:
     """As in training that is based on populations."""
-    net: Any = net_of()
-    optimizer: Any = make(net.parameters(), lr=3e-3)
-    with session_at(level) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        train(session, net, optimizer, 20, lambda: None)
-        if optimizer_first:
-            stepper, twin = copy.deepcopy((optimizer, net))
-        else:
-            twin, stepper = copy.deepcopy((net, optimizer))
-        state = net.state_dict()
-        assert all(torch.equal(state[name], value) for name, value in twin.state_dict().items())
-        before = float(loss_of(twin).detach())
-        for _ in range(20):
-            stepper.zero_grad()
-            loss_of(twin).backward()
-            stepper.step()
-        assert float(loss_of(twin).detach()) < 0.95 * before
-        assert {parameter.dtype for parameter in twin.parameters()} == {torch.float32}
-        assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
+    net, optimizer = begun(level, lambda p: make(p, lr=3e-3))
+    train(net, optimizer, 20)
+    if optimizer_first:
+        stepper, twin = copy.deepcopy((optimizer, net))
+    else:
+        twin, stepper = copy.deepcopy((net, optimizer))
+    state = net.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in twin.state_dict().items())
+    before = float(loss_of(twin).detach())
+    for _ in range(20):
+        stepper.zero_grad()
+        loss_of(twin).backward()
+        stepper.step()
+    assert float(loss_of(twin).detach()) < 0.95 * before
+    assert {parameter.dtype for parameter in twin.parameters()} == {torch.float32}
+    assert all(torch.equal(state[name], value) for name, value in net.state_dict().items())
 
 
 def test_a_copy_of_a_part_and_of_what_is_around() -> None:
-    net: Any = nn.ModuleDict({"a": net_of(), "b": nn.BatchNorm1d(4)})
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    with amp.Session("O5", verbosity=0) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        assert copy.deepcopy(net["a"])(X).dtype is torch.float32
-        around = copy.deepcopy({"models": [net], "also": net["a"]})
-        assert around["models"][0]["a"] is around["also"]
-        assert {x.dtype for x in around["also"].parameters()} == {torch.float32}
-        assert net["a"][0].weight.dtype is torch.bfloat16
+    net, _ = begun("O5", net=nn.ModuleDict({"a": net_of(), "b": nn.BatchNorm1d(4)}))
+    assert copy.deepcopy(net["a"])(X).dtype is torch.float32
+    around = copy.deepcopy({"models": [net], "also": net["a"]})
+    assert around["models"][0]["a"] is around["also"]
+    assert {x.dtype for x in around["also"].parameters()} == {torch.float32}
+    assert net["a"][0].weight.dtype is torch.bfloat16
 
 
 def test_copies_of_several_models_at_once() -> None:
@@ -214,14 +212,13 @@ def test_tied_and_frozen_weights_and_buffers_are_copied_as_they_are() -> None:
 
     net: Any = Tied()
     optimizer: Any = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1)
-    with amp.Session("O5", verbosity=0) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        copied = copy.deepcopy(net)
-        assert copied.b.weight is copied.a.weight
-        assert [p.requires_grad for p in copied.parameters()] == [True, False, True]
-        assert {x.dtype for x in copied.state_dict().values()} == {torch.float32}
-        assert copied.shift.dtype is torch.float32
-        assert copied(torch.ones(1, 4)).dtype is torch.float32
+    net, optimizer = amp.initialize(net, optimizer, **at("O5"))
+    copied = copy.deepcopy(net)
+    assert copied.b.weight is copied.a.weight
+    assert [p.requires_grad for p in copied.parameters()] == [True, False, True]
+    assert {x.dtype for x in copied.state_dict().values()} == {torch.float32}
+    assert copied.shift.dtype is torch.float32
+    assert copied(torch.ones(1, 4)).dtype is torch.float32
 
 
 @pytest.mark.parametrize("masters", ["FP32", "split16", "kahan"])
@@ -231,10 +228,8 @@ def test_tied_and_frozen_weights_and_buffers_are_copied_as_they_are() -> None:
 def test_a_detached_weight_is_averaged_by_its_master(
     detached: Callable[[Tensor], Tensor], masters: str
 ) -> None:
-    net: Any = net_of()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0, master_weights=masters)
-    train(amp.get_session(), net, optimizer, 1, lambda: None)
+    net, optimizer = started(net_of(), lambda p: torch.optim.SGD(p, 0.1), "O5", master_weights=masters)
+    train(net, optimizer, 1)
     for name, weight in net.named_parameters():
         exact = net.state_dict()[name]
         assert torch.equal(torch.zeros_like(exact).lerp_(detached(weight), 1.0), exact)
@@ -243,8 +238,7 @@ def test_a_detached_weight_is_averaged_by_its_master(
 
 
 def test_a_weight_that_has_moved_is_averaged_by_its_master() -> None:
-    net: Any = net_of()
-    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O2", verbosity=0)
+    net, _ = begun("O2")
     exact, kept = net.state_dict()["0.weight"], []
     for _ in range(2):
         assert torch.equal(torch.zeros_like(exact).lerp_(net[0].weight.data, 1.0), exact)
@@ -261,7 +255,7 @@ def test_parameters_of_an_average_are_moved_towards_masters(made_before: bool, c
     average: Any = copy.deepcopy(net)
     net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
     average = average if made_before else copy.deepcopy(net)
-    train(amp.get_session(), net, optimizer, 1, lambda: None)
+    train(net, optimizer, 1)
 
     def move(value: Tensor, towards: Tensor) -> None:
         value.lerp_(towards, 1.0)
@@ -277,8 +271,7 @@ def test_parameters_of_an_average_are_moved_towards_masters(made_before: bool, c
 
 
 def test_lerp_in_a_forward_is_torchs() -> None:
-    net: Any = net_of()
-    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O5", verbosity=0)
+    net, _ = begun("O5")
     weight: Tensor = net[0].weight
     torch.zeros(weight.shape).lerp(weight, 0.25).sum().backward()
     assert (weight.grad == 0.25).all()
@@ -310,48 +303,42 @@ SHADOW_WAYS: dict[str, Callable[[list[Tensor], list[Tensor]], None]] = {
 @pytest.mark.parametrize(("level", "way"), covering(LEVELS, SHADOW_WAYS, strength=1))
 def test_clones_of_weights_in_16_bits_learn_as_in_fp32(level: str, way: str) -> None:
     """They are FP32 averages, rounded, and may stand in for weights, as around an evaluation."""
-    net: Any = net_of()
-    optimizer: Any = torch.optim.Adam(net.parameters(), 1e-2)
-    with session_at(level) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        shadows = [p.detach().clone() for p in net.parameters()]
-        exact = [shadow.float() for shadow in shadows]
+    net, optimizer = begun(level, lambda p: torch.optim.Adam(p, 1e-2))
+    shadows = [p.detach().clone() for p in net.parameters()]
+    exact = [shadow.float() for shadow in shadows]
 
-        def average() -> None:
-            SHADOW_WAYS[way](shadows, [p.data for p in net.parameters()])
-            SHADOW_WAYS[way](exact, list(net.parameters()))
+    def average() -> None:
+        SHADOW_WAYS[way](shadows, [p.data for p in net.parameters()])
+        SHADOW_WAYS[way](exact, list(net.parameters()))
 
-        train(session, net, optimizer, 200, average)
-        assert [s.dtype for s in shadows] == [p.dtype for p in net.parameters()]
-        for shadow, value in zip(shadows, exact, strict=True):
-            assert torch.equal(shadow, value.to(shadow.dtype))
-        kept = [p.data for p in net.parameters()]
-        for p, shadow in zip(net.parameters(), shadows, strict=True):
-            p.data = shadow
-        with torch.no_grad():
-            assert loss_of(net) < 0.005  # 0.6 untrained
-        for p, data in zip(net.parameters(), kept, strict=True):
-            p.data = data
+    train(net, optimizer, 200, average)
+    assert [s.dtype for s in shadows] == [p.dtype for p in net.parameters()]
+    for shadow, value in zip(shadows, exact, strict=True):
+        assert torch.equal(shadow, value.to(shadow.dtype))
+    kept = [p.data for p in net.parameters()]
+    for p, shadow in zip(net.parameters(), shadows, strict=True):
+        p.data = shadow
+    with torch.no_grad():
+        assert loss_of(net) < 0.005  # 0.6 untrained
+    for p, data in zip(net.parameters(), kept, strict=True):
+        p.data = data
 
 
 def test_the_lerp_of_stylegan_reads_masters() -> None:
-    net: Any = net_of()
-    optimizer: Any = torch.optim.Adam(net.parameters(), 1e-2)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
+    net, optimizer = begun("O5", lambda p: torch.optim.Adam(p, 1e-2))
     ema = copy.deepcopy(net)
 
     def average() -> None:
         by_stylegans_lerp(list(ema.parameters()), list(net.parameters()))
 
-    train(amp.get_session(), net, optimizer, 200, average)
+    train(net, optimizer, 200, average)
     assert loss_of(ema) < 0.005
 
 
 def pair_at_o2() -> tuple[Tensor, Tensor]:
     """Return a weight in 16 bits that has a master, detached, and zeros of its shape in FP16."""
     averages._warn_of_narrow_average.cache_clear()
-    net: Any = net_of()
-    net, _ = amp.initialize(net, torch.optim.SGD(net.parameters(), 0.1), opt_level="O2", verbosity=0)
+    net, _ = begun("O2")
     weight: Tensor = net[0].weight.detach()
     return weight, torch.zeros_like(weight)
 
@@ -452,9 +439,7 @@ def test_a_forward_computes_what_it_would_without_amp() -> None:
             self.average.lerp_(self.weight.detach(), 0.01)
             return out
 
-    model: Any = Teacher()
-    optimizer: Any = torch.optim.SGD(model.parameters(), 0.1)
-    model, _ = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
+    model, _ = started(Teacher(), lambda p: torch.optim.SGD(p, 0.1), "O5")
     for training in (True, False):
         model.train(training)
         with torch.set_grad_enabled(training):
@@ -525,45 +510,41 @@ def test_models_without_masters_are_copied_as_ever() -> None:
         def __deepcopy__(self, memo: Any) -> str:
             return "its own way"
 
-    net: Any = net_of()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    with amp.Session("O2", verbosity=0) as session:
-        session.initialize(net, optimizer)
-        half = net_of().half()
-        assert next(copy.deepcopy(half).parameters()).dtype is torch.float16
-        assert copy.deepcopy(Own()) == "its own way"
-        assert pickle.loads(pickle.dumps(half))[0].weight.dtype is torch.float16
-        assert torch.lerp(torch.zeros(2).half(), torch.ones(2).half(), 0.5).tolist() == [0.5, 0.5]
-        with pytest.raises(RuntimeError, match="dtype"):
-            torch.zeros(2).double().lerp_(torch.ones(2), 0.5)
+    begun("O2")
+    half = net_of().half()
+    assert next(copy.deepcopy(half).parameters()).dtype is torch.float16
+    assert copy.deepcopy(Own()) == "its own way"
+    assert pickle.loads(pickle.dumps(half))[0].weight.dtype is torch.float16
+    assert torch.lerp(torch.zeros(2).half(), torch.ones(2).half(), 0.5).tolist() == [0.5, 0.5]
+    with pytest.raises(RuntimeError, match="dtype"):
+        torch.zeros(2).double().lerp_(torch.ones(2), 0.5)
 
 
 def test_swa_with_batch_norm_in_a_whole_run() -> None:
-    net: Any = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1))
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
-    with amp.Session("O5", verbosity=0) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        swa = AveragedModel(net, use_buffers=True)
-        train(session, net, optimizer, 200, lambda: swa.update_parameters(net))
-        update_bn([X], swa)
-        trained = loss_of(swa.eval())
-        net.load_state_dict(swa.module.state_dict())  # and back into the run
-        assert loss_of(net.eval()).item() == pytest.approx(trained.item(), abs=0.01)
+    net, optimizer = begun(
+        "O5",
+        lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
+        nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)),
+    )
+    swa = AveragedModel(net, use_buffers=True)
+    train(net, optimizer, 200, lambda: swa.update_parameters(net))
+    update_bn([X], swa)
+    trained = loss_of(swa.eval())
+    net.load_state_dict(swa.module.state_dict())  # and back into the run
+    assert loss_of(net.eval()).item() == pytest.approx(trained.item(), abs=0.01)
+    amp.get_session().close()
     assert trained < 0.2
 
 
 def test_what_hooks_the_gradient_of_a_weight_stays() -> None:
     """DistributedDataParallel reduces gradients by such a hook."""
-    net: Any = net_of()
-    optimizer: Any = torch.optim.SGD(net.parameters(), 0.1)
-    with amp.Session("O5", verbosity=0) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        weight, calls = net[0].weight, []
-        accumulation = weight.expand_as(weight).grad_fn.next_functions[0][0]
-        accumulation.register_hook(lambda *_: calls.append(1))
-        ema: Any = AveragedModel(net)
-        train(session, net, optimizer, 3, lambda: ema.update_parameters(net))
-        assert len(calls) == 3
+    net, optimizer = begun("O5")
+    weight, calls = net[0].weight, []
+    accumulation = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    accumulation.register_hook(lambda *_: calls.append(1))
+    ema: Any = AveragedModel(net)
+    train(net, optimizer, 3, lambda: ema.update_parameters(net))
+    assert len(calls) == 3
 
 
 def test_an_update_that_fails_leaves_the_model_in_16_bits() -> None:
@@ -573,10 +554,9 @@ def test_an_update_that_fails_leaves_the_model_in_16_bits() -> None:
     def failing(*args: Any) -> Tensor:
         raise ZeroDivisionError
 
-    with amp.Session("O5", verbosity=0) as session:
-        net, optimizer = session.initialize(net, optimizer)
-        ema = AveragedModel(net, avg_fn=failing)
-        ema.update_parameters(net)  # the first one copies
-        with pytest.raises(ZeroDivisionError):
-            ema.update_parameters(net)
-        assert {p.dtype for p in net.parameters()} == {torch.bfloat16}
+    net, optimizer = amp.initialize(net, optimizer, **at("O5"))
+    ema = AveragedModel(net, avg_fn=failing)
+    ema.update_parameters(net)  # the first one copies
+    with pytest.raises(ZeroDivisionError):
+        ema.update_parameters(net)
+    assert {p.dtype for p in net.parameters()} == {torch.bfloat16}

@@ -33,7 +33,6 @@ from tests.models import linear
             ":1: values are nested too deeply, or one holds its own",
         ),
         ("rules: " + "[" * 3000, ":1: values are nested too deeply, or one holds its own alias"),
-        ("brief: x\nbrief: y", ":2: 'brief' was set on line 1 already"),
         ("loss_scale: {<<: {init: 1}}", ":1: merge keys .* write 'extends:'"),
         ("? [a]\n: b", ":1: a list or mapping stands where a key should be"),
         ("extends: " + "a" * 300 + ".yaml", ":1: extends=.* of length 305: there is no file"),
@@ -117,13 +116,6 @@ def test_a_rule_imports_nothing_and_leaves_python_alone(op: str, text: str) -> N
     assert "torch.utils.bottleneck.__main__" not in sys.modules
 
 
-def test_python_itself_is_not_registered() -> None:
-    import builtins
-
-    with pytest.raises(AmpValueError, match="builtins is a module of Python"):
-        amp.register_float_function(builtins, "len")
-
-
 HUGE: Any = 10**5000  # Python refuses to write it out
 DEEP: Any = []
 for _ in range(100_000):
@@ -177,10 +169,7 @@ def test_a_rule_reads_its_dtype() -> None:
     [
         ({"loss_scale": 10**400}, "loss_scale=an integer of about 401 digits must be a finite number"),
         ({"loss_scale": 10**5000}, "loss_scale=an integer of about 5001 digits"),
-        (
-            {"loss_scale": torch.ones(2)},
-            r"loss_scale is a float32 tensor of shape \(2,\); give",
-        ),
+        ({"loss_scale": torch.ones(2)}, r"loss_scale is a float32 tensor of shape \(2,\); give"),
         ({"loss_scale": {"init": torch.ones(2)}}, r"init is a float32 tensor of shape \(2,\)"),
         ({"min_loss_scale": torch.ones(2)}, "min_loss_scale is a float32 tensor"),
         ({"num_losses": 10**400}, "num_losses=an integer of about 401 digits must be an integer of at"),

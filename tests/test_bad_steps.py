@@ -12,14 +12,15 @@ from torch import nn
 
 import amp
 import amp.training.verdicts
-from amp.kernels import backend, update_scale
 from amp.kernels.backend import uses_triton
 from tests.devices import GPU
+from tests.models import run_backward
 
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
 pytestmark = [
     pytest.mark.triton,
+    pytest.mark.usefixtures("the_cpu_is_a_device"),
     pytest.mark.skipif(not uses_triton(DEVICE), reason="plain torch notes nothing"),
 ]
 
@@ -28,13 +29,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "FusedAdam": lambda p: amp.optimizers.FusedAdam(p, 1e-3),
     "FusedAdam that clips": lambda p: amp.optimizers.FusedAdam(p, 1e-3, max_grad_norm=1.0),
 }
-
-
-@pytest.fixture(autouse=True)
-def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the host believe that it has to wait."""
-    for module in (backend, update_scale):
-        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 
 def train(level: str, optimizer: str, bad: dict[int, str], blocks: int = 1, **options: Any) -> Any:
@@ -49,9 +43,7 @@ def train(level: str, optimizer: str, bad: dict[int, str], blocks: int = 1, **op
         for block in range(blocks):
             factor = math.nan if block == blocks - 1 else 1.0
             losses = [model[n](x).float().sum() * (factor if bad.get(i) == n else 1) for n in "abc"]
-            loss = torch.stack(losses).sum()
-            with amp.scale_loss(loss, one) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(torch.stack(losses).sum(), one)
         one.step()
         one.zero_grad()
     return amp.history()

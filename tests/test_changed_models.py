@@ -15,7 +15,8 @@ from torch.nn.utils import parametrizations, parametrize
 
 import amp
 from amp.profiles.levels import LEVELS
-from tests.models import initialize
+from tests.models import initialize, note_of, sgd, started, train_on
+from tests.states import assert_same
 
 HALF = ["O2", "O3", "O5"]
 
@@ -27,10 +28,7 @@ def linear(*sizes: int) -> Any:
 
 
 def train(model: Any, optimizer: Any, x: Tensor) -> None:
-    with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model(x).float().square().mean(), optimizer)
 
 
 # Transforms of layers in FP8.
@@ -76,10 +74,8 @@ def test_parametrizations_come_and_go(level: str, when: str) -> None:
     model = linear(16, 16, 16)
     if when == "before":
         parametrizations.weight_norm(model[0])
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = initialize(
-        model, optimizer, level, **({"fp8": {"skip": []}} if level > "O5" else {})
-    )
+    options: dict[str, Any] = {"fp8": {"skip": []}} if level > "O5" else {}
+    model, optimizer = started(model, sgd, level, **options)
     x = torch.randn(16, 16)
     if when == "in between":
         parametrizations.weight_norm(model[0])
@@ -102,8 +98,7 @@ def test_a_parametrized_layer_runs_in_fp8_and_comes_back(level: str) -> None:
     model = linear(16, 16, 16)
     parametrizations.weight_norm(model[0])
     before = type(model[0])
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = initialize(model, optimizer, level, fp8={"skip": []})
+    model, optimizer = started(model, sgd, level, fp8={"skip": []})
     x = torch.randn(16, 16)
     assert not torch.equal(
         model[0](x), F.linear(x.bfloat16(), model[0].weight.bfloat16(), model[0].bias.bfloat16())
@@ -121,8 +116,7 @@ def test_a_rule_may_name_a_parametrization(level: str, which: str) -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     parametrizations.spectral_norm(model[0])
     rules = [{"module": which, "cast": "float32"}]
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = initialize(model, optimizer, level, rules=rules)
+    model, optimizer = started(model, sgd, level, rules=rules)
     train(model, optimizer, torch.randn(4, 16))
 
 
@@ -148,17 +142,14 @@ def test_parameters_that_are_swapped_by_to(level: str, optimizer: str) -> None:
         train(model, opt, x)
         return [p.detach().clone() for p in model.parameters()]
 
-    for one, other in zip(trained(swaps=False), trained(swaps=True), strict=True):
-        assert torch.equal(one, other)
+    assert_same(trained(swaps=False), trained(swaps=True))
 
 
 @pytest.mark.parametrize("level", HALF)
 def test_a_new_head_is_named(level: str) -> None:
     model = initialize(linear(4, 4, 4), None, level)
     model[1] = nn.Linear(4, 2)
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 4))
-    [note] = caught.value.__notes__
+    note = note_of(lambda: model(torch.ones(2, 4)))
     assert "'1' (Linear) is float32" in note
     assert "amp.get_session().initialize(model[1])" in note
     amp.get_session().initialize(model[1])
@@ -168,9 +159,9 @@ def test_a_new_head_is_named(level: str) -> None:
 @pytest.mark.parametrize("level", HALF)
 def test_weights_of_another_dtype_are_named(level: str) -> None:
     model = initialize(linear(4, 4, 4), None, level)
-    with pytest.raises(RuntimeError) as caught:
-        torch.func.functional_call(model, model.state_dict(), (torch.ones(2, 4),))
-    assert "dict(model.named_parameters())" in caught.value.__notes__[0]
+    assert "dict(model.named_parameters())" in note_of(
+        lambda: torch.func.functional_call(model, model.state_dict(), (torch.ones(2, 4),))
+    )
     torch.func.functional_call(model, dict(model.named_parameters()), (torch.ones(2, 4),))
 
 
@@ -179,9 +170,7 @@ def test_an_operation_without_16_bits_is_named(level: str) -> None:
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     parametrizations.orthogonal(model[1], orthogonal_map="householder")
     model = initialize(model, None, level)
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 4))
-    assert "Keep the layer in FP32, by a rule" in caught.value.__notes__[0]
+    assert "Keep the layer in FP32, by a rule" in note_of(lambda: model(torch.ones(2, 4)))
 
 
 def test_an_error_of_the_models_own_gets_no_note() -> None:
@@ -190,20 +179,17 @@ def test_an_error_of_the_models_own_gets_no_note() -> None:
             raise RuntimeError("of its own")
 
     model: Any = initialize(nn.Sequential(nn.Linear(4, 4), Broken()), None, "O5")
-    with pytest.raises(RuntimeError) as caught:
-        model(torch.ones(2, 4))
-    assert not hasattr(caught.value, "__notes__")
+    assert note_of(lambda: model(torch.ones(2, 4))) == ""
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_hook_that_returns_another_dtype_is_explained(level: str) -> None:
-    model = linear(4, 4)
-    model, optimizer = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    model, optimizer = started(linear(4, 4), sgd, level)
     mask = torch.ones(4, 4)
     model.weight.register_hook(lambda grad: grad * mask)
-    with pytest.raises(RuntimeError) as caught:
-        train(model, optimizer, torch.ones(2, 4))
-    assert "return (grad * mask).to(grad.dtype)" in caught.value.__notes__[0]
+    assert "return (grad * mask).to(grad.dtype)" in note_of(
+        lambda: train(model, optimizer, torch.ones(2, 4))
+    )
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -215,8 +201,7 @@ def test_quantization_aware_training(level: str) -> None:
     model: Any = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
     model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
     quantization.prepare_qat(model.train(), inplace=True)
-    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(model, sgd, level)
     before = model[0].weight.detach().float().clone()
     train(model, optimizer, torch.randn(8, 16))
     assert not torch.equal(before, model[0].weight.float())

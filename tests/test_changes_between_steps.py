@@ -18,6 +18,7 @@ from amp.optimizers import FusedAdam
 from amp.optimizers.batches import Batches
 from tests.covering import covering
 from tests.devices import DEVICES
+from tests.models import run_backward, started, train_on
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),  # NumPy interprets
@@ -141,28 +142,21 @@ def train(
     if change is unfreeze:
         freeze(net, None)
     optimizer: Any = FusedAdam(net.parameters(), lr=0.01)
-    session = None
     if level is not None:
-        session = amp.Session(level, verbosity=0)
-        net, optimizer = session.initialize(net, optimizer)
+        amp.initialize(net, optimizer, opt_level=level, verbosity=0)
     for i in range(4 if INTERPRETED else 6):
         if i in (1, 2, 4):
             change(net, optimizer)
         if forgets:
             optimizer._batches = Batches()
         x = torch.randn(5, 6, generator=torch.Generator().manual_seed(i)).to(device)
-        loss = net(x).float().square().mean()
-        if session is None:
-            loss.backward()
-        else:
-            with session.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
+        run_backward(net(x).float().square().mean(), None if level is None else optimizer)
         optimizer.step()
         optimizer.zero_grad()
     results = [p.detach().clone() for p in net.parameters()]
     results += [value.clone() for state in states(optimizer) for value in state.values()]
-    if session is not None:
-        session.close()
+    if level is not None:
+        amp.get_session(optimizer).close()
     return results
 
 
@@ -179,20 +173,14 @@ def test_whatever_is_changed(
 @pytest.mark.parametrize("steps", [1, 3])
 def test_what_was_given_up_is_freed(steps: int) -> None:
     """Nothing that a step knows of tensors keeps them in memory."""
-    net = nn.Linear(4, 4)
-    optimizer = FusedAdam(net.parameters())
-    session = amp.Session("O2", verbosity=0)
-    net, optimizer = session.initialize(net, optimizer)
+    net, optimizer = started(nn.Linear(4, 4), FusedAdam, "O2")
     for _ in range(steps):
-        with session.scale_loss(net(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(net(torch.ones(2, 4)).sum(), optimizer)
     moments = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
     masters = [weakref.ref(p) for p in amp.master_params(optimizer)]
     optimizer.state.clear()
     assert [moment() for moment in moments] == [None, None]
-    session.close()
+    amp.get_session(optimizer).close()
     assert [master() for master in masters] == [None, None]
 
 
@@ -203,13 +191,10 @@ def test_a_group_that_leaves_between_block_and_step_takes_no_other_along() -> No
         net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4))
         groups = [{"params": [net[0].weight]}, {"params": [net[1].weight, net[2].weight]}]
         optimizer: Any = optimizer_class(groups, lr=0.1, weight_decay=0.0)
-        session = amp.Session("O5", verbosity=0)
-        net, optimizer = session.initialize(net, optimizer)
-        with session.scale_loss(net(torch.randn(5, 4)).square().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        net, optimizer = amp.initialize(net, optimizer, opt_level="O5", verbosity=0)
+        run_backward(net(torch.randn(5, 4)).square().sum(), optimizer)
         del optimizer.param_groups[0]
         optimizer.step()
         ends.append([p.detach().float() for p in net.parameters()])
-        session.close()
-    for mine, torchs in zip(*ends, strict=True):
-        torch.testing.assert_close(mine, torchs)
+        amp.get_session(optimizer).close()
+    torch.testing.assert_close(*ends)

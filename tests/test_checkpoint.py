@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
@@ -18,27 +17,21 @@ import amp
 from amp.casting import strategies
 from amp.casting.strategy import Strategy
 from tests.covering import covering
-from tests.models import DYNAMIC_LEVELS, LEVELS, batch, conv_net, initialize, linear, sgd
+from tests.models import (
+    DYNAMIC_LEVELS,
+    LEVELS,
+    batch,
+    conv_net,
+    initialize,
+    linear,
+    run_backward,
+    sgd,
+    started,
+    step_on,
+)
 from tests.processes import run_python
 from tests.resume import CASES, HALF, WHOLE, checkpoint, make, outcome, scaling, train
-
-
-def assert_equal(ours: Any, theirs: Any, path: str = "") -> None:
-    """Compare nested containers bit for bit."""
-    if isinstance(theirs, Tensor):
-        assert ours.dtype is theirs.dtype, path
-        assert torch.isfinite(theirs).all(), path
-        assert torch.equal(ours, theirs), path
-    elif isinstance(theirs, dict):
-        assert list(ours) == list(theirs), path
-        for key in theirs:
-            assert_equal(ours[key], theirs[key], f"{path}/{key}")
-    elif isinstance(theirs, list | tuple):
-        assert len(ours) == len(theirs), path
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            assert_equal(a, b, f"{path}/{i}")
-    else:
-        assert ours == theirs, path
+from tests.states import assert_same, through_a_file
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +59,19 @@ def test_resume_is_exact(resumed: Path, case: str, loaded: str) -> None:
         scales = amp.state_dict()["loss_scaler0"]
         assert scales["loss_scale"] != 1024.0
     theirs = torch.load(resumed / f"{level}-{name}-{loaded}.pt", weights_only=True)
-    assert_equal(theirs, outcome(model, optimizer))
+    assert_same(theirs, outcome(model, optimizer))
+    assert list(theirs["model"]) == list(model.state_dict())
+    assert all(value.isfinite().all() for value in model.state_dict().values())
 
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_checkpoint_holds_plain_values_and_fp32_tensors(level: str) -> None:
     model, optimizer = initialize(*make("AdamW", level), level)
     train(model, optimizer, level, range(2))
-    buffer = io.BytesIO()
-    torch.save(checkpoint(model, optimizer), buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer, weights_only=True)
+    saved = through_a_file(checkpoint(model, optimizer))
     for name, value in saved["model"].items():
         assert not value.is_floating_point() or value.dtype is torch.float32, name
-    assert_equal(saved["amp"], amp.state_dict())
+    assert_same(saved["amp"], amp.state_dict())
 
 
 def test_the_format_is_apexs() -> None:
@@ -105,19 +97,14 @@ def apex_state(*scales: tuple[float, int]) -> dict[str, Any]:
     )
 
 
-def test_apexs_own_files_load() -> None:
+def test_apexs_own_files_load_by_the_numbers_of_their_entries() -> None:
     model = linear()
     amp.initialize(model, sgd(model), opt_level="O2", num_losses=2)
-    amp.load_state_dict(apex_state((4096.0, 17), (8.0, 3)))
-    assert [amp.loss_scale(i) for i in range(2)] == [4096.0, 8.0]
-    assert amp.state_dict()["loss_scaler0"]["unskipped"] == 17
-
-
-def test_entries_go_by_their_number_and_not_by_their_place() -> None:
-    amp.initialize(linear(), opt_level="O2", num_losses=2)
     state = apex_state((4096.0, 17), (8.0, 3))
-    amp.load_state_dict(dict(reversed(state.items())))
-    assert [amp.loss_scale(i) for i in range(2)] == [4096.0, 8.0]
+    for each in (state, dict(reversed(state.items()))):
+        amp.load_state_dict(each)
+        assert [amp.loss_scale(i) for i in range(2)] == [4096.0, 8.0]
+        assert amp.state_dict()["loss_scaler0"]["unskipped"] == 17
 
 
 def test_a_scale_of_0_from_apex_is_brought_to_the_floor() -> None:
@@ -127,13 +114,9 @@ def test_a_scale_of_0_from_apex_is_brought_to_the_floor() -> None:
 
 
 def test_unskipped_beyond_the_interval_still_grows() -> None:
-    model = linear()
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O2", loss_scale={"init": 4, "growth_interval": 10}
-    )
+    model, optimizer = started(linear(), sgd, "O2", loss_scale={"init": 4, "growth_interval": 10})
     amp.load_state_dict(apex_state((4.0, 1999)))
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(torch.ones(1, 4)).sum(), optimizer)
     assert amp.loss_scale() == 8.0
 
 
@@ -224,17 +207,8 @@ def test_a_static_scale_is_the_configurations_and_not_the_checkpoints() -> None:
     assert amp.loss_scale() == 65536.0
 
 
-def test_a_state_loaded_first_waits_for_initialize_and_is_used_once() -> None:
-    amp.load_state_dict(apex_state((32.0, 1)))
-    amp.initialize(linear(), opt_level="O2")
-    assert amp.loss_scale() == 32.0
-    amp.initialize(linear(), opt_level="O2")
-    assert amp.loss_scale() == 65536.0
-
-
 def test_masters_loaded_in_the_middle_of_training_are_the_ones_stepped() -> None:
-    model = conv_net()
-    model, optimizer = initialize(model, sgd(model, lr=0.0, momentum=0), "O2")
+    model, optimizer = started(conv_net(), lambda p: sgd(p, lr=0.0, momentum=0), "O2")
     train(model, optimizer, "O0", range(2))
     target = {k: v + 1 / 3 if v.is_floating_point() else v for k, v in model.state_dict().items()}
     model.load_state_dict(target)
@@ -244,30 +218,35 @@ def test_masters_loaded_in_the_middle_of_training_are_the_ones_stepped() -> None
         assert torch.equal(p, target[name].to(p.dtype)), name
 
 
-def test_a_state_may_come_before_the_next_initialize_of_a_process() -> None:
-    """A restart within one process, whose earlier session may be closed or not."""
-    for close in (False, True):
-        amp.initialize(linear(), opt_level="O2")
-        if close:
+@pytest.mark.parametrize(
+    ("script", "scale"),
+    [
+        ("load, initialize", 32.0),
+        ("load, initialize, initialize", 1024.0),
+        ("initialize, load, initialize", 32.0),  # a restart within one process
+        ("initialize, close, load, initialize", 32.0),
+        ("initialize, load, close, initialize", 1024.0),
+        ("initialize, load, train, initialize", 1024.0),
+        ("initialize, load, initialize, train, initialize", 1024.0),
+        ("initialize, close, load, initialize, train, initialize", 1024.0),
+    ],
+)
+def test_a_state_may_come_before_the_next_initialize_and_is_used_once(
+    script: str, scale: float
+) -> None:
+    """It is that of the open session from its first block on, and goes with it."""
+    for action in script.split(", "):
+        if action == "initialize":
+            model, optimizer = started(linear(), sgd, "O2")
+        elif action == "close":
             amp.get_session().close()
-        amp.load_state_dict(apex_state((32.0, 1)))
-        model = linear()
-        model, optimizer = amp.initialize(model, sgd(model), opt_level="O2")
-        assert amp.loss_scale() == 32.0
-        with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        amp.initialize(linear(), opt_level="O2")
-        assert amp.loss_scale() == 65536.0, "a state that was used is not used again"
-
-
-def test_a_state_that_training_used_stays_with_its_session() -> None:
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O2")
-    amp.load_state_dict(apex_state((32.0, 1)))
-    with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    amp.initialize(linear(), opt_level="O2")
-    assert amp.loss_scale() == 65536.0
+        elif action == "train":
+            run_backward(model(torch.ones(1, 4)).sum(), optimizer)
+        else:
+            state = apex_state((32.0, 1))
+            amp.load_state_dict(state)
+            state["loss_scaler0"]["loss_scale"] = -1.0  # what was loaded is not what the caller holds
+    assert amp.loss_scale() == scale
 
 
 def test_a_model_that_had_a_session_before_still_saves_its_masters() -> None:
@@ -287,13 +266,6 @@ def test_a_waiting_state_that_does_not_fit_stops_initialize_before_it_changes_an
     with pytest.raises(amp.AmpWarning, match="saved at opt_level O1"):  # warnings are errors here
         amp.initialize(model, sgd(model), opt_level="O2")
     assert model.weight.dtype is torch.float32
-
-
-@pytest.mark.parametrize("entry", [{"unskipped": float("inf")}, {"hysteresis_left": None}])
-def test_odd_values_are_refused(entry: dict[str, Any]) -> None:
-    amp.initialize(linear(), opt_level="O2")
-    with pytest.raises(ValueError, match=f"no usable '{next(iter(entry))}'"):
-        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 1, **entry}})
 
 
 def test_what_a_strategy_keeps_is_saved_under_its_key_and_loaded(
@@ -346,9 +318,7 @@ def test_torchs_own_functions_for_checkpoints_save_and_load_masters_in_one_proce
 
     def train_step(model: Any, optimizer: Any) -> None:
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(3, 4)).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(3, 4)).float().square().mean(), optimizer)
 
     model, optimizer = trained(3)
     weights: Any

@@ -1,7 +1,6 @@
 """What everybody types clips what is stepped: torch's functions find gradients at every level."""
 
 import sys
-import warnings
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.nn.utils import clip_grad_norm_ as imported_before
 
 import amp
 from tests.covering import covering
+from tests.models import run_backward, started
 
 LEVELS = ("O1", "O2", "O4", "O5")
 OPTIMIZERS = {"SGD": torch.optim.SGD, "FusedSGD": amp.optimizers.FusedSGD}
@@ -19,19 +19,14 @@ OPTIMIZERS = {"SGD": torch.optim.SGD, "FusedSGD": amp.optimizers.FusedSGD}
 
 def problem(level: str, optimizer: str = "SGD") -> tuple[nn.Module, Any, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1))
-    made = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
-    overrides: dict[str, Any] = {}
-    if level in ("O1", "O2"):
-        overrides = {"loss_scale": {"init": 64.0}}
-    amp.initialize(model, made, opt_level=level, verbosity=0, **overrides)
-    return model, made, torch.randn(4, 8)
+    made = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+    scaling: Any = {"loss_scale": {"init": 64.0}} if level in ("O1", "O2") else {}
+    model, opt = started(made, lambda p: OPTIMIZERS[optimizer](p, lr=0.1), level, **scaling)
+    return model, opt, torch.randn(4, 8)
 
 
 def backward(model: nn.Module, optimizer: Any, x: Tensor, **options: bool) -> None:
-    loss = model(x).pow(2).mean() * 100
-    with amp.scale_loss(loss, optimizer, **options) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(x).pow(2).mean() * 100, optimizer, **options)
 
 
 def update_of(model: nn.Module, optimizer: Any) -> Tensor:
@@ -128,27 +123,27 @@ def test_a_norm_of_gradients_that_are_in_masters_warns(optimizer: str) -> None:
 
 
 @pytest.mark.usefixtures("before_torch_2_10")
-@pytest.mark.parametrize("name", ["clip_grad_norm_", "clip_grad_value_"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    ("level", "norm", "given", "name"),
+    [
+        ("O2", nn.BatchNorm1d, 2, "clip_grad_norm_"),
+        ("O2", nn.BatchNorm1d, 2, "clip_grad_value_"),
+        ("O5", nn.BatchNorm1d, 2, "clip_grad_norm_"),
+        ("O5", nn.BatchNorm1d, 2, "clip_grad_value_"),
+        ("O5", nn.LayerNorm, 0, "clip_grad_norm_"),
+    ],
+)
 def test_parameters_that_are_chosen_by_their_gradients_warn(
-    level: str, optimizer: str, name: str
+    level: str, norm: Any, given: int, optimizer: str, name: str
 ) -> None:
-    """`p.grad is not None` is true of those alone that stay in FP32."""
-    model: Any = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1))
-    made: Any = OPTIMIZERS[optimizer](model.parameters(), lr=0.1)
-    model, made = amp.initialize(model, made, opt_level=level, verbosity=0)
-    backward(model, made, torch.randn(4, 8))
-    with pytest.warns(amp.AmpWarning, match=f"{name} was given 2 parameters, and not the 4 in 16 bits"):
+    """`p.grad is not None` is true of those alone that stay in FP32, of which there may be none."""
+    made = nn.Sequential(nn.Linear(8, 16), norm(16), nn.Linear(16, 1))
+    model, opt = started(made, lambda p: OPTIMIZERS[optimizer](p, lr=0.1), level)
+    backward(model, opt, torch.randn(4, 8))
+    message = f"{name} was given {given} parameters, and not the {6 - given} in 16 bits"
+    with pytest.warns(amp.AmpWarning, match=message) as seen:
         getattr(torch.nn.utils, name)([p for p in model.parameters() if p.grad is not None], 1.0)
-
-
-@pytest.mark.usefixtures("before_torch_2_10")
-def test_no_parameters_at_all_warn_where_all_gradients_are_in_masters() -> None:
-    model, optimizer, x = problem("O5")
-    backward(model, optimizer, x)
-    with pytest.warns(amp.AmpWarning, match="given 0 parameters, and not the 6 in 16 bits") as seen:
-        torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
     assert seen[0].filename == __file__
 
 
@@ -157,14 +152,10 @@ def test_gradients_that_were_stepped_on_are_no_reason_to_warn(optimizer: str) ->
     model, made, x = problem("O5", optimizer)
     backward(model, made, x)
     made.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        torch.nn.utils.clip_grad_norm_([], 1.0)
-        torch.nn.utils.clip_grad_norm_(
-            [p for p in nn.Linear(2, 2).parameters() if p.grad is not None], 1.0
-        )
-        if hasattr(torch.nn.utils, "get_total_norm"):
-            torch.nn.utils.get_total_norm([])
+    torch.nn.utils.clip_grad_norm_([], 1.0)
+    torch.nn.utils.clip_grad_norm_([p for p in nn.Linear(2, 2).parameters() if p.grad is not None], 1.0)
+    if hasattr(torch.nn.utils, "get_total_norm"):
+        torch.nn.utils.get_total_norm([])
 
 
 def test_a_norm_of_gradients_that_are_left_scaled_warns() -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -22,8 +19,9 @@ from amp.casting.op_names import resolve
 from tests import ops
 from tests.covering import covering
 from tests.models import BY_OP_DTYPE as HALF
-from tests.models import initialize, sgd
+from tests.models import casting, initialize, run_backward, sgd, started, train_on
 from tests.ops import Row
+from tests.processes import run_python
 from tests.test_ops import as_half, floats
 
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
@@ -123,17 +121,13 @@ def test_a_model_is_compiled_once(level: str, optimizer_class: Any) -> None:
     model, optimizer = initialize(model, optimizer, level)
     compiled = torch.compile(model, backend=counter)
     for _ in range(4):
-        with amp.scale_loss(compiled(torch.randn(8, 32)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(compiled(torch.randn(8, 32)).float().sum(), optimizer)
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_whole_training_step(backend: str) -> None:
-    model = Net()
-    model, optimizer = initialize(model, sgd(model), "O1")
+    model, optimizer = started(Net(), sgd, "O1")
 
     @torch.compile(backend=backend, fullgraph=True)
     def forward_and_loss(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,8 +138,7 @@ def test_a_whole_training_step(backend: str) -> None:
         loss, product = forward_and_loss(batch(), torch.tensor([0, 1]))
         assert loss.dtype is torch.float32
         assert product.dtype is torch.float16
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss, optimizer)
         assert all(p.grad is None or p.grad.dtype is torch.float32 for p in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
@@ -165,8 +158,7 @@ def stepped(level: str, make: Any, when: str) -> list[Tensor]:
     for i in range(4):
         optimizer.zero_grad()
         loss = model(torch.ones(2, 8)).float().square().mean() * (torch.inf if i == 2 else 1.0)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss, optimizer)
         step()
         if level in ("O1", "O2"):
             assert amp.step_was_skipped(optimizer) == (i == 2)
@@ -202,8 +194,7 @@ def test_a_step_that_was_compiled_before_initialize_and_kept_is_refused(
     optimizer = torch.optim.AdamW(model.parameters())
     step = torch.compile(optimizer.step, backend="eager", fullgraph=fullgraph)
     model, optimizer = initialize(model, optimizer, level)
-    with amp.scale_loss(model(torch.ones(2, 8)).float().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(torch.ones(2, 8)).float().mean(), optimizer)
     before = model.weight.detach().clone()
     with pytest.raises(RuntimeError, match="a step of AdamW was called"):
         step()
@@ -220,8 +211,7 @@ def test_an_operator_alone_is_guarded(backend: str) -> None:
         return x @ weight
 
     seen = [product(batch()).dtype]
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         seen.append(product(batch()).dtype)
         with torch.autocast("cpu", enabled=False):
             seen.append(product(batch()).dtype)
@@ -275,8 +265,7 @@ def test_ops_compile_to_the_dtype_of_eager() -> None:
             convert = (lambda t: t) if row.category in ("half", "promote") else as_half(torch.float16)
             calls.append((row, as_callers_call(row), [ops._map(convert, value) for value in row.args]))
     wrong = []
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         for i in range(0, len(calls), OPS_OF_A_GRAPH):
             some = calls[i : i + OPS_OF_A_GRAPH]
 
@@ -296,14 +285,7 @@ def test_ops_compile_to_the_dtype_of_eager() -> None:
 
 def run(code: str, **environment: str) -> str:
     """Run code in a process of its own, and return what it prints."""
-    root = Path(__file__).parents[1]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(root), **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_python("-c", code, **environment)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -350,8 +332,7 @@ print(*[t.dtype for t in f(torch.ones(3, 4))])
 def test_levels_have_inductor_cache_keys_of_their_own() -> None:
     tags = [torch.compiler.config.cache_key_tag]
     for level in ("O1", "O4"):
-        with amp.Session(level) as session:
-            session.initialize(None)
+        with casting(level):
             tags.append(torch.compiler.config.cache_key_tag)
     assert len(set(tags)) == 3
 
@@ -371,8 +352,7 @@ def test_export(strict: bool) -> None:
 def test_an_export_that_fails_in_a_region_leaves_casts_on() -> None:
     tracer: Any = torch.fx.Tracer()
     tracer.graph = torch.fx.Graph()
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         with pytest.raises(ZeroDivisionError), PreDispatchTorchFunctionMode(tracer):
             torch.amp._enter_autocast("cpu", None, False, None)  # as in the graph of a strict export
             assert (batch() @ torch.eye(8)).dtype is torch.float32
@@ -385,8 +365,7 @@ def test_cpu_gives_float32_in_compiled_code_too(backend: str) -> None:
     def numbers(x: Tensor) -> Tensor:
         return x.cpu()
 
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         compiled = torch.compile(numbers, backend=backend, fullgraph=True)
         assert compiled(batch().half()).dtype is torch.float32
     assert compiled(batch().half()).dtype is torch.float16

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import amp
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
+from tests.states import assert_same
 
 pytestmark = pytest.mark.gpu
 REPLAYS = 200
@@ -100,7 +101,6 @@ def train_and_compare(eager: Training, captured: Training) -> None:
         captured.feed(i)
         graph.replay()
     expected, found = eager.everything(), captured.everything()
-    for key, value in expected.items():
-        assert torch.equal(value, found[key]), key
+    assert_same(expected, found)
     steps = {float(v) for k, v in found.items() if k.endswith(".step")}
     assert steps == {3.0 + REPLAYS - len(OVERFLOWS)}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import amp
 from amp.errors import AmpError, AmpValueError
 from amp.optimizers import FusedAdam, FusedSGD
+from tests.models import started, train_on
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*quantiz", "ignore:.*deprecated")
 DAMAGES: dict[str, Callable[[Tensor], Any]] = {
@@ -36,10 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def step(model: Any, optimizer: Any) -> None:
-    with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model(torch.ones(2, 4)).float().sum(), optimizer)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -88,9 +86,7 @@ def test_a_step_refuses_and_changes_nothing_and_the_session_closes(
 @pytest.mark.parametrize("damage", ["None", "a list", "a text", "missing"])
 @pytest.mark.parametrize("level", ["O0", "O5"])
 def test_an_optimizer_of_torch_loads_no_damaged_moment(level: str, damage: str) -> None:
-    model: Any = nn.Linear(4, 8)
-    made = torch.optim.AdamW(model.parameters(), lr=0.01)
-    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0)
+    model, optimizer = started(nn.Linear(4, 8), lambda p: torch.optim.AdamW(p, lr=0.01), level)
     step(model, optimizer)
     before = copy.deepcopy(optimizer.state_dict())
     saved = copy.deepcopy(before)
@@ -105,9 +101,7 @@ def test_an_optimizer_of_torch_loads_no_damaged_moment(level: str, damage: str) 
 
 
 def test_an_sgd_of_torch_loads_that_it_has_no_momentum() -> None:
-    model: Any = nn.Linear(4, 8)
-    made = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = amp.initialize(model, made, opt_level="O5", verbosity=0)
+    model, optimizer = started(nn.Linear(4, 8), lambda p: torch.optim.SGD(p, lr=0.01), "O5")
     step(model, optimizer)
     optimizer.load_state_dict(optimizer.state_dict())
     step(model, optimizer)

@@ -16,6 +16,7 @@ from amp.numerics import bits, crises, gradient_survival, lab, simulate_scaler, 
 from amp.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from tests.covering import covering
 from tests.levels import LEVELS
+from tests.models import train_on
 
 
 @pytest.fixture(params=[pytest.param(None, id="none", marks=pytest.mark.slow), "meta"])
@@ -49,10 +50,7 @@ def test_training_and_resuming(elsewhere: Any, level: str, kind: Any) -> None:
         model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0
     )
     for _ in range(3):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        train_on(model(x).float().square().mean(), optimizer)
     assert not amp.step_was_skipped(optimizer)
     amp.load_state_dict(amp.state_dict())
     optimizer.load_state_dict(optimizer.state_dict())

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import amp
+from tests.models import step_on
 
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, amp.optimizers.FusedAdam])
@@ -20,11 +21,9 @@ def test_sessions_may_be_dropped(cls: Any, options: Any) -> None:
         optimizer = cls(model.parameters())
         session = amp.Session(opt_level="O2", verbosity=0, **options)
         model, optimizer = session.initialize(model, optimizer)
-        with session.scale_loss(model(torch.ones(2, 4)).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(2, 4)).sum(), optimizer)
         gone = weakref.ref(session)
-        del model, optimizer, session, scaled_loss
+        del model, optimizer, session
         gc.collect()
         assert gone() is None
     assert before == (torch.lerp, torch.nn.utils.clip_grad_norm_, vars(nn.Module).get("__deepcopy__"))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests.models import run_backward, started, step_on
 from tests.processes import run_python
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
@@ -46,8 +47,7 @@ class Run:
         return state, amp.state_dict()
 
     def step(self, x: Tensor) -> None:
-        with amp.scale_loss(self.model(x).square().mean(), self.optimizers) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(self.model(x).square().mean(), self.optimizers)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -131,15 +131,10 @@ def fork_while_another_thread_steps() -> None:
             return super().step(closure)
 
     is_in_step, may_end = threading.Event(), threading.Event()
-    model: Any = nn.Linear(4, 4)
-    model, optimizer = amp.initialize(
-        model, Slow(model.parameters(), lr=0.1), opt_level="O5", verbosity=0
-    )
+    model, optimizer = started(nn.Linear(4, 4), lambda p: Slow(p, lr=0.1), "O5")
 
     def step() -> None:
-        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(2, 4)).float().sum(), optimizer)
 
     def train() -> list[Tensor]:
         model.zero_grad()

@@ -34,6 +34,7 @@ from amp.fp16_utils import (
     tofp16,
 )
 from amp.optimizers import FusedAdam
+from tests.states import through_a_file
 
 
 def net() -> nn.Sequential:
@@ -76,6 +77,13 @@ def by_hand(steps: int = 5, scale: float = 128.0) -> tuple[nn.Module, list[nn.Pa
     return model, masters
 
 
+def iterate(optimizer: FP16_Optimizer, loss: Tensor) -> None:
+    """Step by the gradients of a loss alone."""
+    optimizer.zero_grad()
+    optimizer.backward(loss)
+    optimizer.step()
+
+
 def assert_equal(some: Any, others: Any) -> None:
     for a, b in zip(some, others, strict=True):
         assert torch.equal(a.detach().float(), b.detach().float())
@@ -91,9 +99,7 @@ def test_it_is_the_loop_by_hand(options: dict[str, Any], make: Callable[[Any], A
     model = half_net()
     optimizer = FP16_Optimizer(make(model), **options)
     for i in range(5):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, i))
-        optimizer.step()
+        iterate(optimizer, loss_of(model, i))
     assert_equal(model.parameters(), expected.parameters())
     halves = [p.dtype is torch.float16 for p in expected.parameters()]
     assert_equal(optimizer.all_fp32_from_fp16_params, itertools.compress(masters, halves))
@@ -130,8 +136,7 @@ def test_gradients_of_several_backwards_add_up(update: bool) -> None:
             optimizer.update_master_grads()
         ends.append([p.grad for group in optimizer.param_groups for p in group["params"]])
         optimizer.step()
-    for a, b in zip(*ends, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-3, atol=1e-5)
+    torch.testing.assert_close(*ends, rtol=2e-3, atol=1e-5)
 
 
 def test_gradients_of_a_loss_that_was_scaled_by_hand() -> None:
@@ -179,9 +184,7 @@ def test_arguments_of_a_dynamic_scale() -> None:
     )
     scales = []
     for factor in (1.0, 1.0, 1.0, 1.0, math.inf, math.inf, math.inf, math.inf):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, factor=factor))
-        optimizer.step()
+        iterate(optimizer, loss_of(model, factor=factor))
         scales.append(int(math.log2(optimizer.loss_scale)))
     assert scales == [10, 12, 12, 12, 10, 8, 6, 6]
     with pytest.raises(AmpTypeError, match="dynamic_loss_args has 'window'; allowed: init_scale"):
@@ -243,9 +246,7 @@ def test_schedulers_move_the_rate_of_the_wrapper() -> None:
     assert isinstance(optimizer, torch.optim.Optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     for i in range(2):
-        optimizer.zero_grad()
-        optimizer.backward(loss_of(model, i))
-        optimizer.step()
+        iterate(optimizer, loss_of(model, i))
         scheduler.step()
     assert optimizer.param_groups[0]["lr"] == optimizer.optimizer.param_groups[0]["lr"] == 0.025
 
@@ -264,21 +265,12 @@ def test_zero_grad_by_either_name() -> None:
             assert p.grad is None if empties else p.grad is None or not p.grad.any()
 
 
-def save(optimizer: FP16_Optimizer, model: nn.Module) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    return file
-
-
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.parametrize("make", [sgd, lambda m: FusedAdam(m.parameters(), lr=0.01)])
 def test_it_resumes_bit_for_bit(make: Callable[[Any], Any], model_first: bool) -> None:
     def run(model: nn.Module, optimizer: FP16_Optimizer, steps: range) -> list[Tensor]:
         for i in steps:
-            optimizer.zero_grad()
-            optimizer.backward(loss_of(model, i, math.inf if i == 1 else 1.0))
-            optimizer.step()
+            iterate(optimizer, loss_of(model, i, math.inf if i == 1 else 1.0))
         masters = [p.detach().clone() for p in optimizer.all_fp32_from_fp16_params]
         return [*masters, torch.tensor(optimizer.loss_scale)]
 
@@ -286,17 +278,16 @@ def test_it_resumes_bit_for_bit(make: Callable[[Any], Any], model_first: bool) -
     options: dict[str, Any] = {"dynamic_loss_scale": True, "dynamic_loss_args": {"scale_window": 3}}
     optimizer = FP16_Optimizer(make(model), **options)
     run(model, optimizer, range(4))
-    file = save(optimizer, model)
+    saved = through_a_file([model.state_dict(), optimizer.state_dict()])
     expected = run(model, optimizer, range(4, 9))
 
     resumed_model = half_net()
     resumed = FP16_Optimizer(make(resumed_model), **options)
-    saved = torch.load(file, weights_only=True)
     if model_first:
-        resumed_model.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["optimizer"])
+        resumed_model.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
     if not model_first:
-        resumed_model.load_state_dict(saved["model"])
+        resumed_model.load_state_dict(saved[0])
     assert_equal(run(resumed_model, resumed, range(4, 9)), expected)
 
 
@@ -399,23 +390,18 @@ def all_half() -> nn.Module:
 def test_checkpoints_of_apex_optimizers(make: Callable[..., Any], flat: bool) -> None:
     def run(model: nn.Module, optimizer: FP16_Optimizer, steps: range) -> list[Tensor]:
         for i in steps:
-            optimizer.zero_grad()
-            optimizer.backward((model(batch(i).half()).float() - i).square().mean() / 2**7)
-            optimizer.step()
+            iterate(optimizer, (model(batch(i).half()).float() - i).square().mean() / 2**7)
         return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
     model = all_half()
     optimizer = two_groups(model, make)
     run(model, optimizer, range(4))
-    file = io.BytesIO()
-    torch.save(state_of_2018(optimizer, flat), file)
-    file.seek(0)
+    saved = through_a_file(state_of_2018(optimizer, flat))
     optimizer.loss_scale = 4096.0
     expected = run(model, optimizer, range(4, 8))
 
     resumed_model = all_half()
     resumed = two_groups(resumed_model, make)
-    saved = torch.load(file, weights_only=True)
     resumed.load_state_dict(saved)
     assert resumed.loss_scale == 4096.0
     assert resumed.state_dict()["loss_scaler"]["unskipped"] == 4  # good steps since the overflow
@@ -430,8 +416,7 @@ def test_checkpoints_of_apex_optimizers(make: Callable[..., Any], flat: bool) ->
 def test_checkpoints_of_apex_optimizers_with_other_scales() -> None:
     model = all_half()
     optimizer = FP16_Optimizer(sgd(model), static_loss_scale=128.0)
-    optimizer.backward(model(batch().half()).float().square().mean())
-    optimizer.step()
+    iterate(optimizer, model(batch().half()).float().square().mean())
     static = state_of_2018(optimizer, flat=True, dynamic=False, cur_scale=64.0)
     optimizer.load_state_dict(static)
     assert optimizer.loss_scale == 64.0
@@ -440,8 +425,7 @@ def test_checkpoints_of_apex_optimizers_with_other_scales() -> None:
     # The class of contrib has FP32 masters of FP32 parameters too.
     model = half_net()
     optimizer = FP16_Optimizer(sgd(model))
-    optimizer.backward(loss_of(model))
-    optimizer.step()
+    iterate(optimizer, loss_of(model))
     state = state_of_2018(optimizer, flat=False)
     state["fp32_groups"] = [[p + 1 for p in group] for group in state["fp32_groups"]]
     optimizer.load_state_dict(state)
@@ -453,8 +437,7 @@ def test_checkpoints_of_apex_optimizers_with_other_scales() -> None:
 def test_damaged_checkpoints_of_apex_optimizers(flat: bool) -> None:
     model = all_half()
     optimizer = two_groups(model, lambda groups: FusedAdam(groups, lr=0.01))
-    optimizer.backward(model(batch().half()).float().square().mean())
-    optimizer.step()
+    iterate(optimizer, model(batch().half()).float().square().mean())
     good = state_of_2018(optimizer, flat)
     masters = "fp32_groups_flat" if flat else "fp32_groups"
     inner = good["optimizer_state_dict"]

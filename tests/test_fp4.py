@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +18,10 @@ from amp.casting import fp4_draws, fp8_linear
 from amp.errors import AmpError, AmpRuntimeError, AmpTypeError, AmpValueError, AmpWarning
 from amp.profiles.fp8_recipe import Fp8Recipe
 from tests.covering import covering
-from tests.fp8_models import WIDTH, Net, batches, initialize, net, train
-from tests.test_fp8 import assert_same, weights
+from tests.fp8_models import WIDTH, Net, batches, initialize, net, train, trained
+from tests.models import Wrapper
+from tests.states import assert_same
+from tests.test_fp8 import weights
 
 RECIPES = ("nvfp4", "mxfp4")
 
@@ -30,18 +32,6 @@ def draws() -> dict[str, int]:
 
 
 # Words.
-
-
-@pytest.mark.parametrize("level", ["O8", "O9", "fp4-mixed"])
-def test_levels_with_fp4_train(level: str) -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    x, y = next(batches())
-    losses = train(model, optimizer, iter([(x, y)] * 20), 20)
-    assert losses[-1] < 0.5 * losses[0]
-    assert model.first.weight.dtype is (torch.bfloat16 if level == "O9" else torch.float32)
-    assert amp.get_session().properties.fp8 == Fp8Recipe(recipe="nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -169,22 +159,14 @@ def test_without_blocks_linear_layers_are_counted() -> None:
 # Draws, and exact resume.
 
 
-def trained(
-    recipe: Any, steps: range, state: Any = None, level: str = "O5"
-) -> tuple[list[Tensor], tuple[Any, Any, Any]]:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = initialize(model, level, recipe, optimizer)
-    if state is not None:
-        model.load_state_dict(state[0])
-        optimizer.load_state_dict(state[1])
-        amp.load_state_dict(state[2])
-    data = list(zip(range(steps.stop), batches(), strict=False))[steps.start :]
-    train(model, optimizer, (batch for _, batch in data), len(steps))
-    state = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    found = weights(model)
-    amp.get_session().close()
-    return found, state
+def switch_at(step: int) -> Callable[[int, Any], None]:
+    """Return what switches the forward before a step."""
+
+    def switch(i: int, model: Any) -> None:
+        if i == step:
+            amp.get_session().set_fp4_forward("high")
+
+    return switch
 
 
 @pytest.mark.parametrize(("recipe", "level"), covering(RECIPES, ("O2", "O4", "O5"), strength=1))
@@ -192,11 +174,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(recipe: str, level: str) -> None
     expected, _ = trained(recipe, range(6), level=level)
     _, state = trained(recipe, range(3), level=level)
     assert set(state[2]["fp8"]) == {"recipe", "forward", "seed", "draws"}
-    found, _ = trained(recipe, range(3, 6), state, level)
+    found, _ = trained(recipe, range(3, 6), state, level=level)
     assert_same(found, expected)
     del state[2]["fp8"]
     with pytest.warns(AmpWarning, match="no 'fp8'.*all layers draw from the beginning"):
-        found, _ = trained(recipe, range(3, 6), state, level)
+        found, _ = trained(recipe, range(3, 6), state, level=level)
     assert not all(map(torch.equal, found, expected))
 
 
@@ -339,51 +321,23 @@ def test_the_forward_is_switched_by_one_call() -> None:
 def test_the_switch_is_the_same_as_a_profile_with_it() -> None:
     _, state = trained("nvfp4", range(2), level="O4")
     expected, _ = trained({"recipe": "nvfp4", "forward": "high"}, range(2, 4), state, level="O4")
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = initialize(model, "O4", "nvfp4", optimizer)
-    data = batches()
-    train(model, optimizer, data, 2)
-    amp.get_session().set_fp4_forward("high")
-    train(model, optimizer, data, 2)
-    assert_same(weights(model), expected)
-
-
-def run_with_a_switch(steps: range, at: int | None, state: Any = None, **recipe: Any) -> Any:
-    """Train the steps of a run, of which one begins with the call; return the weights and states."""
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = initialize(model, "O5", {"recipe": "nvfp4", **recipe}, optimizer)
-    if state is not None:
-        model.load_state_dict(state[0])
-        optimizer.load_state_dict(state[1])
-        amp.load_state_dict(state[2])
-    data = itertools.islice(batches(), steps.start, steps.stop)
-    for i, batch in zip(steps, data, strict=True):
-        if i == at:
-            amp.get_session().set_fp4_forward("high")
-        train(model, optimizer, iter([batch]), 1)
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    found = weights(model)
-    amp.get_session().close()
-    return found, saved
+    assert_same(trained("nvfp4", range(4), level="O4", before_step=switch_at(2))[0], expected)
 
 
 @pytest.mark.parametrize("is_random", [True, False])
 def test_a_checkpoint_has_the_switch(is_random: bool) -> None:
-    own = {"stochastic_rounding": is_random}
-    expected, _ = run_with_a_switch(range(6), 2, **own)
-    _, saved = run_with_a_switch(range(4), 2, **own)
+    recipe = {"recipe": "nvfp4", "stochastic_rounding": is_random}
+    expected, _ = trained(recipe, range(6), before_step=switch_at(2))
+    _, saved = trained(recipe, range(4), before_step=switch_at(2))
     assert saved[2]["fp8"]["forward"] == "high"
-    found, again = run_with_a_switch(range(4, 6), None, saved, **own)
+    found, again = trained(recipe, range(4, 6), saved)
     assert_same(found, expected)
     assert again[2]["fp8"]["forward"] == "high"
     del saved[2]["fp8"]["forward"]  # as an earlier version has saved it
     if is_random:
-        found, _ = run_with_a_switch(range(4, 6), None, saved)
+        found, _ = trained("nvfp4", range(4, 6), saved)
         assert not all(map(torch.equal, found, expected))
-        found, _ = run_with_a_switch(range(4, 6), 4, saved)
-        assert_same(found, expected)
+        assert_same(trained("nvfp4", range(4, 6), saved, before_step=switch_at(4))[0], expected)
 
 
 def test_a_checkpoint_from_before_the_switch_takes_it_back() -> None:
@@ -416,17 +370,6 @@ def test_another_word_for_the_switch_is_refused(value: Any) -> None:
 
 
 # Names.
-
-
-class Wrapper(nn.Module):
-    """As DDP and DataParallel: the wrapped model is `module`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x)  # type: ignore[no-any-return]
 
 
 def wrapped(kind: str) -> Any:

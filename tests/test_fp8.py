@@ -22,7 +22,6 @@ import amp
 from amp.casting import fp8_linear
 from amp.casting.fp8_strategy import choose
 from amp.errors import AmpRuntimeError, AmpWarning
-from amp.kernels import backend, update_scale
 from amp.kernels.fp8 import dequantize
 from amp.kernels.quantize import quantize
 from amp.profiles.fp8_recipe import FP4, Fp8Recipe
@@ -38,7 +37,10 @@ from tests.fp8_models import (
     initialize,
     net,
     train,
+    trained,
 )
+from tests.models import run_backward, step_on
+from tests.states import assert_same
 from tests.test_host_sync import counted_waits
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -46,11 +48,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [value.clone() for value in model.state_dict().values()]
-
-
-def assert_same(found: Any, expected: Any) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 # That it trains, and in which numbers.
@@ -70,15 +67,25 @@ def test_every_recipe_follows_half_precision(level: str, recipe: str) -> None:
     assert losses[recipe] == pytest.approx(losses[False], abs=tolerance * start)
 
 
-@pytest.mark.parametrize("level", ["O6", "O7", "fp8-mixed"])
-def test_levels_with_fp8_train(level: str) -> None:
+@pytest.mark.parametrize(
+    ("level", "recipe", "dtype"),
+    [
+        ("O6", "current", torch.float32),
+        ("O7", "current", torch.bfloat16),
+        ("fp8-mixed", "current", torch.float32),
+        ("O8", "nvfp4", torch.float32),
+        ("O9", "nvfp4", torch.bfloat16),
+        ("fp4-mixed", "nvfp4", torch.float32),
+    ],
+)
+def test_levels_with_fp8_and_fp4_train(level: str, recipe: Any, dtype: torch.dtype) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     losses = train(model, optimizer, itertools.repeat(next(batches())), 20)
     assert losses[-1] < 0.5 * losses[0]
-    dtype = torch.bfloat16 if level == "O7" else torch.float32
     assert model.first.weight.dtype is dtype
+    assert amp.get_session().properties.fp8 == Fp8Recipe(recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", [name for name in RECIPE_NAMES if name != "rowwise_gw_hp"])
@@ -215,13 +222,8 @@ def test_inputs_of_any_rank() -> None:
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_a_loss_scale_changes_nothing(recipe: str) -> None:
-    found = []
-    for scale in (1.0, 2.0**16):
-        model, optimizer = initialize(net(), "O5", recipe, loss_scale=scale)
-        train(model, optimizer, batches(), 4)
-        found.append(weights(model))
-        amp.get_session().close()
-    assert_same(*found)
+    one, other = (trained(recipe, loss_scale=scale)[0] for scale in (1.0, 2.0**16))
+    assert_same(one, other)
 
 
 def test_evaluation_may_stay_in_half_precision() -> None:
@@ -253,30 +255,18 @@ def test_where_casts_are_off_nothing_is_in_fp8() -> None:
     covering(["reentrant", "not reentrant"], RECIPE_NAMES, ["O4", "O5"], strength=1),
 )
 def test_activation_checkpointing_changes_no_bit(level: str, recipe: str, recompute: str) -> None:
-    found = []
-    for how in ("", recompute):
-        model, optimizer = initialize(net(recompute=how), level, recipe)
-        train(model, optimizer, batches(), 4)
-        found.append([*weights(model), *([] if history() is None else [history().amaxes])])
-        amp.get_session().close()
-    assert_same(*found)
+    found, _ = trained(recipe, level=level, recompute=recompute)
+    assert_same(found, trained(recipe, level=level)[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
 def test_evaluation_between_steps_changes_no_bit(recipe: str) -> None:
-    found = []
-    for evaluates in (False, True):
-        model, optimizer = initialize(net(), "O5", recipe)
-        data = batches()
-        for _ in range(3):
-            train(model, optimizer, data, 1)
-            if evaluates:
-                with torch.no_grad():
-                    model.eval()(torch.randn(7, WIDTH) * 1000)
-                model.train()
-        found.append([*weights(model), *([] if history() is None else [history().amaxes])])
-        amp.get_session().close()
-    assert_same(*found)
+    def evaluate(i: int, model: nn.Module) -> None:
+        with torch.no_grad():
+            model.eval()(torch.randn(7, WIDTH) * 1000)
+        model.train()
+
+    assert_same(trained(recipe, before_step=evaluate)[0], trained(recipe)[0])
 
 
 def test_layers_that_share_an_input_give_what_each_gives_by_itself(
@@ -290,9 +280,7 @@ def test_layers_that_share_an_input_give_what_each_gives_by_itself(
         torch.manual_seed(0)
         block, optimizer = initialize(Attention(), "O5", "current")
         y = block(torch.randn(2, 8, WIDTH))
-        with amp.scale_loss(y.square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(y.square().mean(), optimizer)
         found.append(weights(block))
         amp.get_session().close()
     assert_same(*found)
@@ -398,9 +386,7 @@ def test_layers_that_share_an_input_share_its_scale_without_gradients_too(around
             with getattr(torch, around)():
                 found = model(x)
         assert torch.equal(found, expected)
-        with amp.scale_loss(expected.float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(expected.float().sum(), optimizer)
 
 
 def test_an_input_written_in_place_is_quantized_again() -> None:
@@ -431,7 +417,8 @@ def reached(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "_amp_fp8" in vars(module)]
 
 
-SKIPS: dict[str, tuple[list[str], list[str]]] = {
+SKIPS: dict[str, tuple[Any, list[str]]] = {
+    "a text": ("first, last", ["second", "third"]),
     "nothing": ([], ["first", "second", "third"]),  # the head has 10 outputs
     "the first": (["first"], ["second", "third"]),
     "the last": (["last"], ["first", "second", "third"]),
@@ -587,9 +574,7 @@ def test_frozen_layers_keep_nothing_and_adapters_train() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     assert saved_bytes(model[0], x) == 0
     before = weights(model)
-    with amp.scale_loss((model[0](x) + model[2](model[1](x))).square().mean(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
+    step_on((model[0](x) + model[2](model[1](x))).square().mean(), optimizer)
     assert x.grad.any()
     assert model[0].weight.grad is None
     changed = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
@@ -686,8 +671,7 @@ def test_an_overflow_skips_the_step_and_the_next_scale_is_right_at_once(
             out = model(x)
             if place == "gradient":
                 out.register_hook(lambda grad: grad.index_fill(0, torch.tensor([2]), bad))
-            with amp.scale_loss(F.cross_entropy(out.float(), y), optimizer) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(F.cross_entropy(out.float(), y), optimizer)
             with torch.no_grad():
                 parameter.copy_(kept)
             optimizer.step()
@@ -705,8 +689,7 @@ def test_an_overflow_skips_the_step_and_the_next_scale_is_right_at_once(
     if recipe != "delayed":
         assert_same(*found)
     else:  # what a skipped iteration saw besides is remembered
-        for one, other in zip(*found, strict=True):
-            torch.testing.assert_close(one, other, rtol=0.2, atol=2e-3)
+        torch.testing.assert_close(*found, rtol=0.2, atol=2e-3)
 
 
 def test_an_inf_that_saturates_would_train_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -722,9 +705,7 @@ def test_an_inf_that_saturates_would_train_on(monkeypatch: pytest.MonkeyPatch) -
     x = x.detach()
     x[3, 5] = math.inf
     optimizer.zero_grad()
-    with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(F.cross_entropy(model(x).float(), y), optimizer)
     assert not amp.step_was_skipped(optimizer)
 
 
@@ -735,10 +716,9 @@ def test_a_module_of_the_model_may_be_used_alone() -> None:
         model.first(torch.randn(3, WIDTH + 1))
 
 
+@pytest.mark.usefixtures("the_cpu_is_a_device")
 @pytest.mark.parametrize("recipe", RECIPE_NAMES)
-def test_the_host_never_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backend, update_scale):
-        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)  # the CPU is a device here
+def test_the_host_never_waits(recipe: str) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     model, optimizer = initialize(model, "O2", recipe, optimizer)
@@ -747,9 +727,7 @@ def test_the_host_never_waits(recipe: str, monkeypatch: pytest.MonkeyPatch) -> N
     def step() -> None:
         x, y = next(data)
         optimizer.zero_grad()
-        with amp.scale_loss(F.cross_entropy(model(x).float(), y), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(F.cross_entropy(model(x).float(), y), optimizer)
 
     step()
     with counted_waits() as waits:
@@ -864,6 +842,3 @@ def test_a_model_that_is_widened_runs_as_torch_has_it() -> None:
 def test_a_skip_that_names_nothing_is_a_warning(skip: Any) -> None:
     with pytest.warns(AmpWarning, match="fp8 has skip: (frist|blocks.*), which is the name of no"):
         initialize(net(), "O4", {"skip": skip})
-    amp.get_session().close()
-    model, _ = initialize(net(), "O4", {"skip": "first, last"})
-    assert reached(model) == ["second", "third"]

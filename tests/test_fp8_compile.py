@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import amp
 from tests.fp8_models import WIDTH, batches, history, initialize, train
+from tests.states import assert_same
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Inductor warns of much
 
@@ -45,6 +46,5 @@ def test_one_graph_with_the_bits_of_eager_mode(level: str, recipe: str) -> None:
     expected, _ = trained(level, recipe, compiles=False)
     with torch._inductor.config.patch(emulate_precision_casts=True):
         found, compiled_late = trained(level, recipe, compiles=True)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    assert_same(found, expected)
     assert compiled_late == 0

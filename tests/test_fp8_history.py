@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import math
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,11 @@ import amp
 from amp.casting.fp8_history import GRADIENT, INPUT, WEIGHT, AmaxHistory
 from amp.errors import AmpRuntimeError, AmpWarning
 from amp.profiles.fp8_recipe import Fp8Recipe
-from tests import fp8_resume
-from tests.fp8_models import WIDTH, batches, factors_of, history, initialize, net, train
+from tests.fp8_models import WIDTH, batches, factors_of, history, initialize, net, train, trained
+from tests.fp8_resume import CASES, FIRST, SECOND
+from tests.models import run_backward, step_on
 from tests.processes import run_python
+from tests.states import assert_same
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FORMATS = (E4M3, E4M3, E5M2)
@@ -116,9 +116,7 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def in_a_block(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
-    with amp.scale_loss(loss_of(model, x, y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(loss_of(model, x, y), optimizer)
 
 
 def bare(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
@@ -130,19 +128,14 @@ def in_four(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
     for i in range(4):
         rows = slice(6 * i, 6 * i + 6)
         # As large as those of the whole batch: the mean of a quarter, and a quarter of that.
-        loss = loss_of(model, x[rows], y[rows]) / 4
-        with amp.scale_loss(loss, optimizer, delay_unscale=i < 3) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss_of(model, x[rows], y[rows]) / 4, optimizer, delay_unscale=i < 3)
     optimizer.step()
 
 
 def with_a_closure(model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
     def closure() -> Tensor:
         optimizer.zero_grad()
-        loss = loss_of(model, x, y)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        return loss
+        return run_backward(loss_of(model, x, y), optimizer)
 
     optimizer.step(closure)
 
@@ -230,47 +223,25 @@ def test_models_of_one_session_have_entries_of_their_own() -> None:
 
 @pytest.mark.slow
 def test_a_resume_in_a_new_process_is_exact(tmp_path: Path) -> None:
-    for case in range(len(fp8_resume.CASES)):
-        model, optimizer = fp8_resume.start(case)
-        train(model, optimizer, fp8_resume.data_from(0), fp8_resume.HALF)
-        state = {
-            "model": model.state_dict(),
-            "optimizer": optimizer.state_dict(),
-            "amp": amp.state_dict(),
-        }
-        torch.save(state, tmp_path / f"{case}.pt")
-        train(model, optimizer, fp8_resume.data_from(fp8_resume.HALF), fp8_resume.HALF)
-        torch.save([tensor.clone() for tensor in fp8_resume.outcome(model)], tmp_path / f"{case}.whole")
-        amp.get_session().close()
+    for case, (level, recipe) in enumerate(CASES):
+        torch.save(trained(recipe, FIRST, level=level)[1], tmp_path / f"{case}.pt")
     run_python("-m", "tests.fp8_resume", str(tmp_path))
-    for case, what in enumerate(fp8_resume.CASES):
+    for case, (level, recipe) in enumerate(CASES):
         found = torch.load(tmp_path / f"{case}.out", weights_only=True)
-        expected = torch.load(tmp_path / f"{case}.whole", weights_only=True)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other), what
+        assert_same(found, trained(recipe, range(SECOND.stop), level=level)[0], f"{level} {recipe}")
 
 
 def test_without_the_history_a_resume_is_not_exact() -> None:
-    case = len(fp8_resume.CASES) - 1
-    model, optimizer = fp8_resume.start(case)
-    train(model, optimizer, fp8_resume.data_from(0), fp8_resume.HALF)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "amp": amp.state_dict()}
-    state = copy.deepcopy(state)
-    train(model, optimizer, fp8_resume.data_from(fp8_resume.HALF), fp8_resume.HALF)
-    expected = [tensor.clone() for tensor in fp8_resume.outcome(model)]
-    amp.get_session().close()
-    del state["amp"]["fp8"]
+    expected, _ = trained("delayed", range(SECOND.stop))
+    _, state = trained("delayed", FIRST)
+    del state[2]["fp8"]
     with pytest.warns(AmpWarning, match="no 'fp8'.*starts empty"):
-        found = fp8_resume.second_half(case, state)
-    assert not all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        found, _ = trained("delayed", SECOND, state)
+    assert not all(map(torch.equal, found, expected))
 
 
-def state_after_training(level: str = "O5", fp8: Any = "delayed") -> Any:
-    model, optimizer = initialize(net(), level, fp8)
-    train(model, optimizer, batches(), 2)
-    state = amp.state_dict()
-    amp.get_session().close()
-    return state
+def state_after_training(level: str = "O5") -> Any:
+    return trained("delayed", range(2), level=level)[1][2]
 
 
 def test_missing_layers_start_anew_with_a_warning() -> None:
@@ -367,9 +338,7 @@ def test_a_state_that_cannot_be_taken_over_leaves_the_scalers_alone(name: str, v
 def test_a_state_is_plain(tmp_path: Path) -> None:
     state = state_after_training()
     torch.save(state, tmp_path / "state.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
     assert torch.equal(loaded["fp8"]["amaxes"], state["fp8"]["amaxes"])
 
 
@@ -393,10 +362,8 @@ def test_two_loss_scales_at_a_time() -> None:
         x = torch.randn(16, WIDTH)
         for _ in range(3):
             losses = [model(x).float().square().mean() for model in models]
-            with amp.scale_loss(losses[0], optimizers[0], delay_unscale=delay) as scaled_loss:
-                scaled_loss.backward()
-            with amp.scale_loss(losses[1] / 1000, optimizers[1], loss_id=1) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(losses[0], optimizers[0], delay_unscale=delay)
+            run_backward(losses[1] / 1000, optimizers[1], loss_id=1)
             for optimizer in optimizers:
                 optimizer.step()
             for optimizer in optimizers:

@@ -23,6 +23,7 @@ from amp.training.gradients import State
 from tests.gradient_harness import Model, compare, profile_of
 from tests.gradient_machine import Script
 from tests.levels import LEVELS, WITH_MASTERS
+from tests.models import run_backward
 
 LEAN = [(level, kind) for level in WITH_MASTERS for kind in ("split16", "split24", "kahan")]
 
@@ -92,9 +93,7 @@ def two_optimizers(level: str = "O1") -> tuple[Model, Any, Any]:
 
 
 def run_block(model: Model, optimizers: Any, name: str, number: float = 1.0, **kwargs: Any) -> None:
-    loss = model({name: number * Model.BASES[name]})
-    with amp.scale_loss(loss, optimizers, **kwargs) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model({name: number * Model.BASES[name]}), optimizers, **kwargs)
 
 
 def test_a_nested_block_of_another_loss_is_refused_before_anything_moves() -> None:

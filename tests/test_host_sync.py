@@ -18,12 +18,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
-from amp.kernels import backend, update_scale
 from amp.kernels.language import INTERPRETED
 from amp.optimizers import FusedAdagrad, FusedAdam, FusedLion, FusedSGD
 from tests.levels import DYNAMIC, LEVELS, STATIC
-from tests.models import initialize, waiting_is_an_error
+from tests.models import initialize, run_backward, started, step_on, waiting_is_an_error
 
+pytestmark = pytest.mark.usefixtures("the_cpu_is_a_device")
 WAITS = (
     "aten::_local_scalar_dense",
     "aten::item",
@@ -58,12 +58,6 @@ def counted_waits() -> Iterator[Counter[str]]:
         yield mode.waits
 
 
-@pytest.fixture(autouse=True)
-def the_cpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backend, update_scale):
-        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
-
-
 def net(device: str = "cpu") -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 2)).to(device)
@@ -73,9 +67,7 @@ def step(model: nn.Module, optimizer: Any, blocks: int = 1, factor: float = 1.0)
     optimizer.zero_grad()
     device = next(model.parameters()).device
     for _ in range(blocks):
-        loss = model(torch.ones(4, 8, device=device)).float().square().mean() * factor
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(torch.ones(4, 8, device=device)).float().square().mean() * factor, optimizer)
     optimizer.step()
 
 
@@ -106,9 +98,7 @@ def test_the_count_sees_what_it_should() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", COUNTED)
 def test_a_step_that_can_skip_on_the_device_never_waits(level: str, kind: str) -> None:
-    model = net()
-    optimizer = FUSED[kind](model.parameters())
-    model, optimizer = initialize(model, optimizer, level)
+    model, optimizer = started(net(), FUSED[kind], level)
     step(model, optimizer)
     with counted_waits() as waits:
         for factor in (1.0, float("inf"), 1.0):
@@ -125,9 +115,7 @@ def test_a_step_that_can_skip_on_the_device_never_waits(level: str, kind: str) -
 def test_a_step_decided_by_the_host_waits_once_for_each_block(
     level: str, blocks: int, factor: float
 ) -> None:
-    model = net()
-    optimizer = torch.optim.RMSprop(model.parameters(), foreach=True)
-    model, optimizer = initialize(model, optimizer, level)
+    model, optimizer = started(net(), lambda p: torch.optim.RMSprop(p, foreach=True), level)
     step(model, optimizer)
     with counted_waits() as waits:
         step(model, optimizer, blocks, factor)
@@ -151,9 +139,7 @@ def test_a_static_scale_never_waits(level: str) -> None:
 def test_checks_without_a_scale_wait_for_no_device(level: str) -> None:
     """On a device, only optimizers that skip there are checked."""
     for make, is_checked in ((torch.optim.RMSprop, False), (FUSED["AdamW"], True)):
-        model = net()
-        optimizer = make(model.parameters())
-        model, optimizer = initialize(model, optimizer, level)
+        model, optimizer = started(net(), make, level)
         step(model, optimizer)
         with counted_waits() as waits:
             step(model, optimizer, factor=math.inf)
@@ -167,9 +153,7 @@ def test_two_optimizers_of_one_block_wait_once_together() -> None:
     initialize([first, second], optimizers, "O2")
     x = torch.ones(4, 8)
     with counted_waits() as waits:
-        loss = (first(x).float() + second(x).float()).square().mean()
-        with amp.scale_loss(loss, optimizers) as scaled_loss:
-            scaled_loss.backward()
+        run_backward((first(x).float() + second(x).float()).square().mean(), optimizers)
         for optimizer in optimizers:
             optimizer.step()
     assert sum(waits.values()) == 1
@@ -179,8 +163,7 @@ def test_two_optimizers_of_one_block_wait_once_together() -> None:
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_state_dict_waits_at_most_twice(level: str, written: int) -> None:
     """However many weights were written since their masters last agreed with them."""
-    model = net()
-    model, _ = initialize(model, torch.optim.RMSprop(model.parameters()), level)
+    model, _ = started(net(), torch.optim.RMSprop, level)
     weights = [p for p in model.parameters() if p.dtype is not torch.float32]
     assert len(weights) >= 4
     for weight in weights[:written]:
@@ -192,14 +175,13 @@ def test_a_state_dict_waits_at_most_twice(level: str, written: int) -> None:
 
 
 def test_the_repr_of_a_session_says_what_it_has_and_does_not_wait() -> None:
-    model = net()
-    model, optimizer = amp.initialize(model, FUSED["AdamW"](model.parameters()), opt_level="O2")
+    model, optimizer = started(net(), FUSED["AdamW"], "O2")
     step(model, optimizer, factor=math.inf)
     session = amp.get_session()
     with counted_waits() as waits:
         text = repr(session)
     assert not waits
-    assert text == "Session('O2', models=[Sequential], optimizers=[AdamW], loss_scale=[32768])"
+    assert text == "Session('O2', models=[Sequential], optimizers=[AdamW], loss_scale=[512])"
     session.close()
     closed = text.replace("AdamW", "").replace(")", ", closed)")
     assert repr(session) == closed
@@ -210,9 +192,7 @@ def test_the_repr_of_a_session_says_what_it_has_and_does_not_wait() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kind", FUSED)
 def test_the_driver_sees_no_wait_either(level: str, kind: str) -> None:
-    model = net("cuda")
-    optimizer = FUSED[kind](model.parameters())
-    model, optimizer = initialize(model, optimizer, level, verbosity=0)
+    model, optimizer = started(net("cuda"), FUSED[kind], level)
     infinity = torch.tensor(float("inf"), device="cuda")
     x = torch.ones(4, 8, device="cuda")
     for _ in range(2):
@@ -221,18 +201,16 @@ def test_the_driver_sees_no_wait_either(level: str, kind: str) -> None:
         for factor in (None, infinity, None):
             optimizer.zero_grad()
             loss = model(x).float().square().mean()
-            with amp.scale_loss(loss if factor is None else loss * factor, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
+            step_on(loss if factor is None else loss * factor, optimizer)
     if level in DYNAMIC:
         assert amp.loss_scale() == 512
 
 
 @pytest.mark.gpu
 def test_messages_reach_the_host_late_and_in_order(caplog: pytest.LogCaptureFixture) -> None:
-    model = net("cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model, optimizer = initialize(model, optimizer, "O2")
+    model, optimizer = started(
+        net("cuda"), lambda p: torch.optim.AdamW(p, fused=True), "O2", verbosity=1
+    )
     step(model, optimizer)
     for _ in range(3):
         step(model, optimizer, factor=float("inf"))

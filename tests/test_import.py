@@ -18,39 +18,35 @@ def run(code: str) -> str:
     return run_python("-c", code).stdout.strip()
 
 
+def loaded_by(code: str) -> set[str]:
+    """Return what is imported besides torch, by a process that nothing has prepared."""
+    code = f"import torch, sys; had = set(sys.modules); {code}; print(*set(sys.modules) - had)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(ended.stdout.split())
+
+
 def test_a_kernel_module_that_is_not_there_is_a_missing_attribute() -> None:
     assert not hasattr(kernels, "nothing")
     assert [moment.name for moment in kernels.adam.ADAM.moments] == ["exp_avg", "exp_avg_sq"]
 
 
-def test_import_loads_neither_triton_nor_yaml() -> None:
-    code = "import torch, sys; had = set(sys.modules); import amp; print(*set(sys.modules) - had)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not [
-        name for name in loaded.stdout.split() if name.partition(".")[0] in ("triton", "yaml", "numpy")
-    ]
-
-
 def test_triton_is_loaded_with_the_first_kernel_and_not_with_initialize() -> None:
-    code = "import torch, sys, amp; amp.initialize; print(*sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = set(ended.stdout.split())
+    loaded = loaded_by("import amp; amp.initialize")
     assert "amp.session" in loaded
     assert not {"triton", "amp.optimizers.fused"} & loaded
 
 
 def test_import_loads_next_to_nothing() -> None:
-    code = "import torch, sys; had = set(sys.modules); import amp; print(*set(sys.modules) - had)"
-    assert {x for x in run(code).split() if x.startswith("amp")} == {"amp", "amp.observer_makers"}
+    loaded = loaded_by("import amp")
+    assert {x for x in loaded if x.startswith("amp")} == {"amp", "amp.observer_makers"}
+    assert not {x.partition(".")[0] for x in loaded} & {"triton", "yaml", "numpy"}
 
 
 def test_everything_public_is_importable() -> None:
     assert run("import amp; print(all(hasattr(amp, name) for name in amp.__all__))") == "True"
     assert run(
         "import amp; from amp import *; print(scalars.__name__, initialize.__name__)"
-    ).split() == [
-        *("scalars", "initialize"),
-    ]
+    ).split() == [*("scalars", "initialize")]
 
 
 def test_type_checkers_are_told_of_the_same_names() -> None:
@@ -78,5 +74,5 @@ def test_packages_are_imported_when_they_are_asked_for() -> None:
     assert run("import amp; print(amp.numerics.describe('fp16').max)") == "65504.0"
     code = "import amp; print(amp.optimizers.FusedAdam.__name__, amp.fp16_utils.tofp16.__name__)"
     assert run(f"{code}; print(hasattr(amp, 'nothing'), callable(amp.compat.install))").split() == [
-        *("FusedAdam", "tofp16", "False", "True"),
+        *("FusedAdam", "tofp16", "False", "True")
     ]

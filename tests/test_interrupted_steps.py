@@ -7,7 +7,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 import amp
 from amp.kernels.interrupts import Changes
-from tests.interrupting import Interrupter, every_nth_line
+from tests.interrupting import Interrupter, every_nth_line, interrupt
+from tests.models import run_backward, started
 from tests.tried import TRIED
 
 
@@ -43,9 +43,7 @@ class Training:
             self.optimizer.zero_grad()
 
     def block(self) -> None:
-        loss = self.model(self.x).float().square().mean()
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(self.model(self.x).float().square().mean(), self.optimizer)
 
     def weights(self) -> dict[str, Tensor]:
         """Return copies of the masters, the model's own weights, and the optimizer's state."""
@@ -105,15 +103,13 @@ def interrupted(case: str, unit: str, every: int, blocks: int) -> Iterator[tuple
             training.block()
         return training
 
-    training, counted = make(), Interrupter()
-    with counted.active():
-        run(training, unit)
+    training = make()
+    counted = interrupt(-1, functools.partial(run, training, unit))
     amp.get_session(training.optimizer).close()
     assert counted.lines > 50
     for line in range(0, counted.lines, every):
-        training, interrupter = make(), Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            run(training, unit)
+        training = make()
+        interrupter = interrupt(line, functools.partial(run, training, unit))
         yield training, interrupter.place
         amp.get_session(training.optimizer).close()
 
@@ -157,17 +153,11 @@ def test_an_interrupted_step_was_taken_or_not_begun(case: str, every: int) -> No
 def test_an_interrupted_step_leaves_nothing_on_the_optimizer(optimizer: Any, every: int) -> None:
     """What a check has found would keep it from stepping for ever, once the session is closed."""
     torch.manual_seed(0)
-    model = nn.Linear(4, 2)
-    model, made = amp.initialize(
-        model, optimizer(model.parameters(), lr=0.1), opt_level="O2", verbosity=0
-    )
+    model, made = started(nn.Linear(4, 2), lambda p: optimizer(p, lr=0.1), "O2")
 
     def step(at: int) -> Interrupter:
-        with amp.scale_loss(model(torch.ones(2, 4)).float().mean(), made) as scaled_loss:
-            scaled_loss.backward()
-        interrupter = Interrupter(at)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            made.step()
+        run_backward(model(torch.ones(2, 4)).float().mean(), made)
+        interrupter = interrupt(at, made.step)
         made.zero_grad()
         return interrupter
 

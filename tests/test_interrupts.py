@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import amp
 from amp.casting.regions import forwards, give_torchs_cache, take_torchs_cache
-from tests.interrupting import GRAD_MODES, Interrupter, every_nth_line
+from tests.interrupting import GRAD_MODES, Interrupter, every_nth_line, interrupt
+from tests.models import run_backward, started, train_on
 
 # Since Python 3.14 the end of a generator is traced too, where Python ignores an exception.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -46,17 +47,12 @@ def state_of_torch() -> tuple[Any, ...]:
 
 def step(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> None:
     loss = nn.functional.mse_loss(model(x), y) + (model.out.weight @ model.out.weight.t()).sum()
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(loss, optimizer)
 
 
 def make(level: str, optimizer: Callable[..., Any]) -> tuple[Any, ...]:
     torch.manual_seed(0)
-    model = Net()
-    made = optimizer(model.parameters(), lr=1e-2)
-    model, made = amp.initialize(model, made, opt_level=level, verbosity=0)
+    model, made = started(Net(), lambda p: optimizer(p, lr=1e-2), level)
     return model, made, torch.randn(8, 16), torch.randn(8, 1)
 
 
@@ -71,15 +67,11 @@ def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
     parts = make(level, optimizer)
     for _ in range(2):
         step(*parts)
-    counted = Interrupter()
-    with counted.active():
-        step(*parts)
+    counted = interrupt(-1, lambda: step(*parts))
     assert counted.lines > 300
     before = state_of_torch()
     for line in range(0, counted.lines, every):
-        interrupter = Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            step(*parts)
+        interrupter = interrupt(line, lambda: step(*parts))
         assert state_of_torch() == before, interrupter.place
         parts[1].zero_grad()
         parts[0](parts[2])  # outside of regions a thread may leave the place to its next forward
@@ -87,8 +79,7 @@ def test_an_interrupt_at_any_line_leaves_autocast_as_it_was(
 
 
 def look_at_gradients(model: Any, optimizer: Any, x: Tensor) -> None:
-    with amp.scale_loss(model(x).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(x).sum(), optimizer)
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad.isfinite()
 
@@ -114,9 +105,7 @@ def test_an_interrupt_leaves_autograd_as_it_was(
         with torch.no_grad():
             model.out.weight.add_(1.0)  # which its master is to follow
             optimizer.param_groups[0]["params"][0].add_(1.0)  # which its weight is to follow
-        interrupter = Interrupter(at, (GRAD_MODES,))
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            unit(model, optimizer, x)
+        interrupter = interrupt(at, lambda: unit(model, optimizer, x), (GRAD_MODES,))
         amp.get_session(optimizer).close()
         return interrupter
 
@@ -144,8 +133,7 @@ class Units:
     def __init__(self, level: str, optimizer: Callable[..., Any]) -> None:
         torch.manual_seed(0)
         model = nn.Linear(4, 2)
-        made = optimizer(model.parameters(), lr=1e-2)
-        self.model, self.optimizer = amp.initialize(model, made, opt_level=level, verbosity=0)
+        self.model, self.optimizer = started(model, lambda p: optimizer(p, lr=1e-2), level)
         self.is_dynamic = level in ("O1", "O2")
         self.x = torch.randn(8, 4)
         self.block()
@@ -153,8 +141,7 @@ class Units:
         self.optimizer.zero_grad()
 
     def block(self) -> None:
-        with amp.scale_loss(self.model(self.x).square().mean() * 1e-3, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(self.model(self.x).square().mean() * 1e-3, self.optimizer)
 
     def gradients(self) -> list[Any]:
         groups = self.optimizer.param_groups
@@ -188,15 +175,11 @@ def test_an_interrupted_block_was_left_or_not_entered(level: str, optimizer: Any
     """The scale has moved where the gradients are there; the next block is right in any case."""
     run = Units(level, optimizer)
     before = run.state()
-    counted = Interrupter()
-    with counted.active():
-        run.block()
+    counted = interrupt(-1, run.block)
     after, gradients = run.state(), run.gradients()
     for line in range(0, counted.lines, every):
         run = Units(level, optimizer)
-        interrupter = Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            run.block()
+        interrupter = interrupt(line, run.block)
         found, state = run.gradients(), run.state()
         if found.count(None) == len(found):  # the scale has moved, or not
             assert is_same(state, before) or is_same(state, after), interrupter.place
@@ -216,9 +199,7 @@ def test_an_interrupted_look_at_gradients_may_be_repeated(level: str, every: int
     def run(at: int) -> tuple[Interrupter, list[Any]]:
         made = Units(level, amp.optimizers.FusedAdam)
         made.block()
-        interrupter = Interrupter(at)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            made.gradients()
+        interrupter = interrupt(at, made.gradients)
         found = made.gradients()
         made.optimizer.zero_grad()
         amp.get_session(made.optimizer).close()
@@ -243,8 +224,7 @@ def test_an_interrupted_delay_has_left_the_gradients_of_all_optimizers_or_of_non
         with ExitStack() as stack, suppress(KeyboardInterrupt), block as scaled_loss:
             scaled_loss.backward()
             stack.enter_context(interrupter.active())
-        with amp.scale_loss(model(x).sum() * 1e-2, optimizers) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(x).sum() * 1e-2, optimizers)
         found = [p.grad.clone() for optimizer in optimizers for p in amp.master_params(optimizer)]
         amp.get_session(optimizers[0]).close()
         return interrupter, found
@@ -293,18 +273,13 @@ def test_masters_agree_with_weights_after_an_interrupted_load(
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, made = amp.initialize(model, made, opt_level="O5", verbosity=0, **options)
+    model, _ = started(model, lambda p: torch.optim.SGD(p, lr=0.1), "O5", **options)
     old = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     new = {name: tensor + 1 for name, tensor in old.items()}
-    counted = Interrupter()
-    with counted.active():
-        model.load_state_dict(new)
+    counted = interrupt(-1, lambda: model.load_state_dict(new))
     for line in counted.first[::every]:
         model.load_state_dict(old)
-        interrupter = Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            model.load_state_dict(new)
+        interrupter = interrupt(line, lambda: model.load_state_dict(new))
         torch.set_grad_enabled(True)  # which torch's own loading has disabled
         for name, values in model.state_dict().items():
             weight = model.get_parameter(name)
@@ -327,12 +302,8 @@ def test_an_interrupted_region_without_casts_is_over() -> None:
         with amp.disable_casts():
             torch.mm(torch.ones(2, 2), torch.ones(2, 2))
 
-    counted = Interrupter()
-    with counted.active():
-        region()
+    counted = interrupt(-1, region)
     before = state_of_torch()
     for line in range(counted.lines):
-        interrupter = Interrupter(line)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            region()
+        interrupter = interrupt(line, region)
         assert state_of_torch() == before, interrupter.place

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import amp
 from amp.profiles.levels import LEVELS
 from tests.compiling import wait_for_compilers
+from tests.models import started, train_on
 
 QUICK = ("O1", "O2", "O7")
 SOME_QUICK = [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in LEVELS]
@@ -78,10 +79,7 @@ def build() -> tuple[Any, Any]:
 
 
 def step(model: Any, optimizer: Any) -> None:
-    with amp.scale_loss(model(torch.ones(32, 32)).square().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model(torch.ones(32, 32)).square().mean(), optimizer)
 
 
 @pytest.mark.parametrize(("level", "cycles"), RUNS)
@@ -117,10 +115,7 @@ OPTIMIZERS = [amp.optimizers.FusedAdam, torch.optim.AdamW]
 def test_a_step_leaves_no_object(level: str, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even an empty list; a scaler's transitions, of which it keeps the last ones, aside."""
     monkeypatch.setattr("amp.training.recorder.KEPT", 8)
-    model, _ = build()
-    model, optimizer = amp.initialize(
-        model, make(model.parameters(), lr=1e-3), opt_level=level, verbosity=0
-    )
+    model, optimizer = started(build()[0], lambda p: make(p, lr=1e-3), level)
     for _ in range(40):
         step(model, optimizer)
     gc.collect()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,9 @@ from amp.errors import AmpRuntimeError, AmpValueError
 from amp.optimizers import FusedAdam, FusedLAMB, FusedSGD
 from tests.covering import covering
 from tests.levels import WITH_MASTERS
-from tests.models import initialize
+from tests.models import initialize, run_backward, sgd, started, step_on
 from tests.processes import run_python
+from tests.states import assert_same, load, saved_of
 from tests.test_scaled_grads import Plain, block, failing_step, loss_of
 
 OPTIMIZERS: dict[str, Any] = {
@@ -49,11 +52,6 @@ def train(model: Any, optimizer: Any, first: int = 0, last: int = 10) -> dict[st
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
 @pytest.mark.parametrize(("level", "optimizer"), covering(WITH_MASTERS, OPTIMIZERS, strength=1))
 def test_split16_trains_bit_for_bit(level: str, optimizer: str) -> None:
     whole = train(*make(True, level, optimizer))
@@ -75,39 +73,32 @@ def test_kahan_stays_near(level: str, optimizer: str) -> None:
         torch.testing.assert_close(kahan[name], value, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW"])
-@pytest.mark.parametrize("masters", [(True, "split16"), ("split16", True), ("split16", "split16")])
-def test_checkpoints_convert_exactly(masters: tuple[Any, Any], optimizer: str) -> None:
-    expected = train(*make(True, "O5", optimizer))
-    model, opt = make(masters[0], "O5", optimizer)
-    train(model, opt, last=5)
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
-    model, opt = make(masters[1], "O5", optimizer)
-    loss_of(model).backward()
-    model.load_state_dict(saved[0])
-    opt.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
-    opt.zero_grad()
-    assert_equal(model.state_dict(), saved[0])
-    assert_equal(expected, train(model, opt, first=5))
-
-
 @pytest.mark.parametrize(
-    ("level", "optimizer", "kind"),
-    covering(WITH_MASTERS, ["FusedAdam", "AdamW", "SGD"], ["split16", "kahan"], strength=1),
+    ("level", "optimizer", "masters"),
+    [
+        *covering(
+            WITH_MASTERS,
+            ["FusedAdam", "AdamW", "SGD"],
+            [("split16", "split16"), ("kahan", "kahan")],
+            strength=1,
+        ),
+        *itertools.product(["O5"], ["FusedAdam", "AdamW"], [(True, "split16"), ("split16", True)]),
+    ],
 )
-def test_resume_is_exact(kind: str, optimizer: str, level: str) -> None:
-    expected = train(*make(kind, level, optimizer, width=1024))
-    model, opt = make(kind, level, optimizer, width=1024)
+def test_resume_is_exact(masters: tuple[Any, Any], optimizer: str, level: str) -> None:
+    """Also with other masters that have the same bits, and beside a stray gradient."""
+    expected = train(*make(masters[0], level, optimizer, width=1024))
+    model, opt = make(masters[0], level, optimizer, width=1024)
     train(model, opt, last=5)
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
-    model, opt = make(kind, level, optimizer, width=1024)
-    model.load_state_dict(saved[0])
-    opt.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
+    saved = saved_of(model, opt)
+    model, opt = make(masters[1], level, optimizer, width=1024)
+    loss_of(model).backward()
+    load(saved, model, opt)
+    opt.zero_grad()
+    assert_same(model.state_dict(), saved[0])
     assert all(map(torch.equal, weights, model.parameters()))
-    assert_equal(expected, train(model, opt, first=5))
+    assert_same(train(model, opt, first=5), expected)
 
 
 @pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
@@ -116,14 +107,12 @@ def test_resume_is_exact_after_zeros_were_written_without_a_trace(level: str, ki
     model, opt = make(kind, level)
     train(model, opt, last=3)
     model[0].weight.data[::2] = 0.0
-    saved = copy.deepcopy((model.state_dict(), opt.state_dict(), amp.state_dict()))
+    saved = saved_of(model, opt)
     assert not saved[0]["0.weight"][::2].any()
     expected = train(model, opt, first=3)
     model, opt = make(kind, level)
-    model.load_state_dict(saved[0])
-    opt.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
-    assert_equal(expected, train(model, opt, first=3))
+    load(saved, model, opt)
+    assert_same(expected, train(model, opt, first=3))
 
 
 @pytest.mark.parametrize("kind", ["split16", "kahan"])
@@ -143,7 +132,7 @@ def test_what_is_written_to_weights_stays(optimizer: str, kind: str) -> None:
     assert not after["0.weight"][0].any()
     assert torch.equal(after["0.weight"].bfloat16(), written)
     assert torch.equal(after["0.weight"][5:], before["0.weight"][5:])
-    assert_equal({k: v for k, v in after.items() if k != "0.weight"}, before)
+    assert_same(after | {"0.weight": before["0.weight"]}, before)
     model.load_state_dict(after | {"0.weight": written.float()})
     assert torch.equal(model.state_dict()["0.weight"], written.float())
     model.load_state_dict(after)
@@ -165,7 +154,7 @@ def test_a_weight_that_is_overwritten_rounds_to_what_was_written(overwrite: Any,
     saved = model.state_dict()
     half_a_unit = weight.float().abs() * 2**-8
     assert ((saved["0.weight"] - weight.float()).abs() <= half_a_unit).all()
-    assert_equal({name: value for name, value in saved.items() if name != "0.weight"}, others)
+    assert_same({name: value for name, value in saved.items() if name != "0.weight"}, others)
     train(model, opt, first=3)
 
 
@@ -179,7 +168,7 @@ def test_values_that_float16_does_not_have_are_refused_by_name(kind: str) -> Non
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(AmpValueError, match="1.weight would get values beyond 65504"):
         amp.initialize(model, optimizer, opt_level="O2", master_weights=kind, verbosity=0)
-    assert_equal(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
     with torch.no_grad():
         model[1].weight[0, 0] = -torch.inf  # a mask, which float16 has
         model[1].weight[0, 1] = 65504.0
@@ -189,7 +178,7 @@ def test_values_that_float16_does_not_have_are_refused_by_name(kind: str) -> Non
     bad["1.weight"] = torch.full((4, 4), -1e5)
     with pytest.raises(AmpValueError, match="1.weight would get values beyond 65504"):
         model.load_state_dict(bad)
-    assert_equal(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
     model[0].weight.data = torch.full((4, 4), 1e5)
     with pytest.raises(AmpValueError, match="'0.weight' would get values beyond 65504"):
         optimizer.step()
@@ -204,9 +193,7 @@ def test_values_that_float16_does_not_have_are_refused_by_name(kind: str) -> Non
 def test_entries_of_a_state_dict_are_the_masters_or_copies(
     level: str, masters: Any, is_own: bool
 ) -> None:
-    model: Any = nn.Sequential(nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    amp.initialize(model, optimizer, opt_level=level, master_weights=masters, verbosity=0)
+    model, _ = started(nn.Sequential(nn.Linear(4, 4)), sgd, level, master_weights=masters)
     model.state_dict()["0.weight"].fill_(2.0)
     model(torch.ones(1, 4))
     assert bool((model[0].weight == 2.0).all()) is is_own
@@ -218,9 +205,7 @@ def test_whole_masters_and_bfloat16_hold_values_beyond_float16(level: str) -> No
     with torch.no_grad():
         model.weight.fill_(70000.0)
     masters = "split16" if level == "O5" else True
-    amp.initialize(
-        model, FusedAdam(model.parameters()), opt_level=level, master_weights=masters, verbosity=0
-    )
+    started(model, FusedAdam, level, master_weights=masters)
     assert torch.equal(model.state_dict()["weight"], torch.full((2, 2), 70000.0))
 
 
@@ -234,18 +219,10 @@ def test_lean_masters_where_no_weight_is_in_16_bits_are_refused(
 ) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(AmpRuntimeError, match=f"master_weights='?{kind}'?"):
-        amp.initialize(
-            model,
-            FusedAdam(model.parameters()),
-            opt_level=level,
-            master_weights=kind,
-            verbosity=0,
-            **options,
-        )
+        started(model, FusedAdam, level, master_weights=kind, **options)
     rules = [{"module": "0", "cast": "bfloat16"}]
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    optimizer = FusedAdam(model.parameters())
-    amp.initialize(model, optimizer, opt_level="O0", master_weights=kind, rules=rules, verbosity=0)
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    started(layers, FusedAdam, "O0", master_weights=kind, rules=rules)
 
 
 def test_a_weight_that_is_put_back_has_all_its_bits() -> None:
@@ -258,7 +235,7 @@ def test_a_weight_that_is_put_back_has_all_its_bits() -> None:
             kept = weight.clone()
             weight.copy_(torch.randn(weight.shape))
             weight.copy_(kept)
-    assert_equal(model.state_dict(), before)
+    assert_same(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("optimizer", ["FusedAdam", "AdamW"])
@@ -271,27 +248,23 @@ def test_a_frozen_parameter_keeps_its_bits(optimizer: str) -> None:
         train(model, opt, first=2, last=4)
         model[3].weight.requires_grad_(True)
         ends.append(train(model, opt, first=4))
-    assert_equal(*ends)
+    assert_same(*ends)
 
 
 def test_lbfgs() -> None:
     ends = []
     for masters in (True, "split16"):
         torch.manual_seed(0)
-        model = nn.Linear(4, 2)
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
-        model, optimizer = initialize(model, optimizer, "O5", master_weights=masters)
+        make = functools.partial(torch.optim.LBFGS, max_iter=4)
+        model, optimizer = started(nn.Linear(4, 2), make, "O5", master_weights=masters)
 
         def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
             optimizer.zero_grad()
-            loss = loss_of(model)
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            return loss
+            return run_backward(loss_of(model), optimizer)
 
         optimizer.step(closure)
         ends.append(model.state_dict())
-    assert_equal(*ends)
+    assert_same(*ends)
 
 
 CLOSURE_OPTIMIZERS: dict[str, Any] = {
@@ -305,11 +278,10 @@ CLOSURE_OPTIMIZERS: dict[str, Any] = {
     covering(WITH_MASTERS, CLOSURE_OPTIMIZERS, ["split16", "kahan"], strength=1),
 )
 def test_resume_is_exact_where_the_optimizer_calls_a_closure(kind: str, name: str, level: str) -> None:
-    def start() -> tuple[Any, Any]:
+    def start() -> Any:
         torch.manual_seed(0)
-        model: Any = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
-        optimizer = CLOSURE_OPTIMIZERS[name](model.parameters())
-        return initialize(model, optimizer, level, master_weights=kind)
+        model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2))
+        return started(model, CLOSURE_OPTIMIZERS[name], level, master_weights=kind)
 
     def train_by_closures(model: Any, optimizer: Any, steps: range) -> dict[str, Tensor]:
         for i in steps:
@@ -326,14 +298,12 @@ def test_resume_is_exact_where_the_optimizer_calls_a_closure(kind: str, name: st
     model, optimizer = start()
     half = train_by_closures(model, optimizer, range(3))
     weights = [parameter.detach().clone() for parameter in model.parameters()]
-    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    saved = saved_of(model, optimizer)
     model, optimizer = start()
-    model.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
-    amp.load_state_dict(saved[2])
+    load(saved, model, optimizer)
     assert all(map(torch.equal, weights, model.parameters()))
-    assert_equal(half, model.state_dict())
-    assert_equal(expected, train_by_closures(model, optimizer, range(3, 6)))
+    assert_same(half, model.state_dict())
+    assert_same(expected, train_by_closures(model, optimizer, range(3, 6)))
     assert any(not torch.equal(half[key], expected[key]) for key in half)
 
 
@@ -356,7 +326,7 @@ def test_an_error_in_a_step_leaves_every_group_and_value() -> None:
         failing_step(model, optimizer)
         assert len(optimizer.param_groups) == 2
         if optimizer_class is FusedAdam:  # Plain steps one group after another
-            assert_equal(model.state_dict(), before)
+            assert_same(model.state_dict(), before)
         assert all(value.isfinite().all() for value in model.state_dict().values())
         optimizer.step()
         block(model, optimizer, 3)
@@ -397,9 +367,8 @@ def test_values_that_do_not_exist_and_optimizers_that_cannot(tmp_path: Any) -> N
 
 
 def test_a_profiles_state_dtype_ends_with_the_session() -> None:
-    model = nn.Linear(4, 2)
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    model, optimizer = initialize(model, optimizer, "O5", state_dtype="bfloat16")
+    make = functools.partial(FusedAdam, lr=0.01)
+    model, optimizer = started(nn.Linear(4, 2), make, "O5", state_dtype="bfloat16")
     train(model, optimizer, last=1)
     assert {s["exp_avg"].dtype for s in optimizer.state.values()} == {torch.bfloat16}
     assert optimizer.state_dtype is torch.bfloat16
@@ -411,12 +380,9 @@ def test_a_profiles_state_dtype_ends_with_the_session() -> None:
 @pytest.mark.parametrize("kind", ["split16", "split24", "kahan"])
 @pytest.mark.parametrize("state_dtype", [None, torch.bfloat16, "packed16"])
 def test_loaded_moments_lie_as_the_weights_do(kind: str, state_dtype: Any) -> None:
-    model = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
-    optimizer = FusedAdam(model.parameters(), lr=0.01)
-    initialize(model, optimizer, "O5", master_weights=kind, state_dtype=state_dtype)
-    with amp.scale_loss(model(torch.ones(1, 4, 4, 4)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    made = nn.Conv2d(4, 8, 3).to(memory_format=torch.channels_last)
+    model, optimizer = started(made, FusedAdam, "O5", master_weights=kind, state_dtype=state_dtype)
+    step_on(model(torch.ones(1, 4, 4, 4)).sum(), optimizer)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     moments = [x for x in optimizer.state[optimizer.param_groups[0]["params"][0]].values() if x.dim()]
     assert {x.stride() for x in moments} == {model.weight.stride()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import amp
 from tests.covering import covering
+from tests.models import run_backward, sgd, started, step_on
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -20,13 +21,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def sgd(model: nn.Module) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def start(level: str, **overrides: Any) -> tuple[nn.Module, Any]:
-    model = net()
-    return amp.initialize(model, sgd(model), opt_level=level, verbosity=0, **overrides)
+def start(level: str, **overrides: Any) -> Any:
+    return started(net(), sgd, level, **overrides)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -54,10 +50,10 @@ def test_where_nothing_is_scaled_no_block_is_needed(level: str, scale: float | N
 
 def test_a_first_step_without_gradients_says_nothing() -> None:
     model, optimizer = start("O2")
+    optimizer.zero_grad()
     optimizer.step()
-    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    assert amp.step_was_skipped(optimizer) is False
+    step_on(model(X).mean(), optimizer)
 
 
 @pytest.mark.parametrize("level", ["O2", "O3", "O5"])
@@ -89,8 +85,7 @@ def test_each_parameter_is_stepped_in_the_backward(level: str, make: Any) -> Non
         for p in of:
             p.register_post_accumulate_grad_hook(step)
         for _ in range(20):
-            with amp.scale_loss((model(X) - 1).square().mean(), list(of.values())) as scaled_loss:
-                scaled_loss.backward()
+            run_backward((model(X) - 1).square().mean(), list(of.values()))
             assert not any(p.grad is not None and p.grad.any() for p in of)
         masters = [p for optimizer in of.values() for p in amp.master_params(optimizer)]
         amp.get_session().close()
@@ -103,11 +98,8 @@ def test_each_parameter_is_stepped_in_the_backward(level: str, make: Any) -> Non
 def test_a_step_in_the_backward_is_refused_while_gradients_are_scaled() -> None:
     model, optimizer = start("O2")
     next(model.parameters()).register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    with (
-        pytest.raises(RuntimeError, match="such as O4 or O5"),
-        amp.scale_loss(model(X).mean(), optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
+    with pytest.raises(RuntimeError, match="such as O4 or O5"):
+        run_backward(model(X).mean(), optimizer)
 
 
 def step_of_super(optimizer: Any) -> None:
@@ -138,8 +130,7 @@ def test_a_step_that_is_not_that_of_initialize_changes_nothing(level: str, made:
 
     def backward() -> None:
         optimizer.zero_grad()
-        with amp.scale_loss(model(X).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(X).float().square().mean(), optimizer)
 
     backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -160,8 +151,7 @@ def test_where_a_step_is_the_optimizers_own_it_may_be_taken_before_initialize(le
     optimizer = sgd(model)
     step = optimizer.step
     model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-    with amp.scale_loss(model(X).float().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(X).float().mean(), optimizer)
     before = model[0].weight.detach().clone()
     step()
     assert not model[0].weight.equal(before)
@@ -200,10 +190,7 @@ def test_work_on_other_devices_than_the_models_is_not_cast(level: str) -> None:
 
 def test_saving_before_the_first_step_is_no_step_without_scale_loss() -> None:
     """torch makes an optimizer's state by a step, which is none of the training's."""
-    model = nn.Linear(4, 4)
-    model, optimizer = amp.initialize(
-        model, torch.optim.Adam(model.parameters()), opt_level="O2", verbosity=0
-    )
+    model, optimizer = started(nn.Linear(4, 4), torch.optim.Adam, "O2")
     state_of_model, state_of_optimizer = amp.get_state_dict(model, optimizer)
     amp.set_state_dict(
         model, optimizer, model_state_dict=state_of_model, optim_state_dict=state_of_optimizer
@@ -217,16 +204,11 @@ def test_saving_before_the_first_step_is_no_step_without_scale_loss() -> None:
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_parameters_that_are_assigned_to_groups_are_refused(level: str, make: Any) -> None:
     """They would be stepped in 16 bits, and masters would overwrite them."""
-    model: Any = nn.Linear(4, 4)
-    optimizer = make(model.parameters(), lr=1e-2)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(nn.Linear(4, 4), lambda p: make(p, lr=1e-2), level)
     optimizer.param_groups[0]["params"] = list(model.parameters())
     loss = model(torch.ones(2, 4)).sum()
-    with (
-        pytest.raises(amp.AmpError, match=r"hold 16-bit parameters.*\('weight', 'bias'\)"),
-        amp.scale_loss(loss, optimizer) as scaled_loss,
-    ):
-        scaled_loss.backward()
+    with pytest.raises(amp.AmpError, match=r"hold 16-bit parameters.*\('weight', 'bias'\)"):
+        run_backward(loss, optimizer)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, amp.optimizers.FusedAdam])
@@ -256,9 +238,7 @@ def test_parameters_that_are_put_into_groups_by_hand_are_refused_until_they_are_
     before = [parameter.detach().clone() for parameter in model.parameters()]
     for _ in range(3):
         optimizer.zero_grad()
-        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(2, 4)).float().sum(), optimizer)
     assert not any(map(torch.equal, before, model.parameters()))
 
 
@@ -280,16 +260,13 @@ def test_a_loss_of_a_direct_call_of_forward_says_what_to_call(level: str) -> Non
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])
 def test_other_losses_say_nothing_of_it(level: str) -> None:
     model, optimizer = start(level)
-    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    with amp.scale_loss(model.forward(X).float().mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(X).mean(), optimizer)
+    run_backward(model.forward(X).float().mean(), optimizer)
 
 
 def test_outputs_that_are_to_have_16_bits_say_nothing_of_it() -> None:
     model, optimizer = start("O5", cast_model_outputs="bfloat16")
-    with amp.scale_loss(model(X).mean(), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(X).mean(), optimizer)
 
 
 def test_a_session_ends_whatever_raises_in_it() -> None:

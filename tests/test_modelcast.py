@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import types
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
@@ -20,7 +19,19 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import amp
 from amp.casting.containers import map_tensors
 from tests.covering import covering
-from tests.models import CAST_LEVELS, LEVELS, MODEL_DTYPE, batch, conv_net, initialize, linear, sgd
+from tests.models import (
+    CAST_LEVELS,
+    LEVELS,
+    MODEL_DTYPE,
+    batch,
+    conv_net,
+    initialize,
+    linear,
+    sgd,
+    started,
+    step_on,
+)
+from tests.states import assert_same, through_a_file
 
 # Containers.
 
@@ -177,28 +188,9 @@ def test_a_packed_sequence() -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        *(
-            None,
-            1,
-            "text",
-            b"bytes",
-            2.5,
-            range(3),
-            iter([ONES]),
-            {1, 2},
-            [],
-            {},
-            (),
-            torch.float16,
-            INTS,
-        ),
-        int,
-        torch.Size([1, 2]),
-        (x for x in [ONES]),
-        nn.Linear(1, 1),
-        [INTS, {"a": INTS}],
-        Item(INTS),
-        torch.device("cpu"),
+        *(None, 1, "text", b"bytes", 2.5, range(3), iter([ONES]), {1, 2}, [], {}, (), int, INTS),
+        *(torch.float16, torch.Size([1, 2]), torch.device("cpu"), nn.Linear(1, 1)),
+        *((x for x in [ONES]), [INTS, {"a": INTS}], Item(INTS)),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -360,13 +352,10 @@ def test_tied_weights_stay_tied() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(self.embed(x))
 
-    model = Tied()
-    model, optimizer = initialize(model, sgd(model, lr=1.0), "O2")
+    model, optimizer = started(Tied(), lambda p: sgd(p, lr=1.0), "O2")
     assert model.head.weight is model.embed.weight
     assert len(list(amp.master_params(optimizer))) == 1
-    with amp.scale_loss(model(torch.tensor([[1, 2]])).sum() / 64, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(model(torch.tensor([[1, 2]])).sum() / 64, optimizer)
     state = model.state_dict()
     assert torch.equal(state["head.weight"], state["embed.weight"])
     assert torch.equal(model.head.weight, state["embed.weight"].half())
@@ -389,17 +378,13 @@ def test_gradients_that_are_there_are_cast_with_their_parameter() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
 def test_copies_are_models_of_their_own(level: str, how: str) -> None:
-    model = conv_net()
-    model, optimizer = initialize(model, sgd(model, lr=1.0), level)
+    model, optimizer = started(conv_net(), lambda p: sgd(p, lr=1.0), level)
     if how == "deepcopy":
         twin = copy.deepcopy(model)
     elif how == "pickle":
         twin = pickle.loads(pickle.dumps(model))
     else:
-        buffer = io.BytesIO()
-        torch.save(model, buffer)
-        buffer.seek(0)
-        twin = torch.load(buffer, weights_only=False)
+        twin = through_a_file(model, weights_only=False)
     model.eval()
     twin.eval()
     x, y = batch()
@@ -411,9 +396,7 @@ def test_copies_are_models_of_their_own(level: str, how: str) -> None:
         before = twin(x)
     else:
         assert torch.equal(twin(x), before)
-    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(F.cross_entropy(model(x), y), optimizer)
     assert torch.equal(twin(x), before), "the copy ran the original's weights"
     assert not torch.equal(model(x), before)
     for name, value in twin.state_dict().items():
@@ -425,8 +408,7 @@ def test_copies_are_models_of_their_own(level: str, how: str) -> None:
 @pytest.mark.parametrize("level", CAST_LEVELS)
 def test_the_state_dict_is_fp32_in_the_same_order_and_loads_back(level: str) -> None:
     plain = conv_net()
-    model = conv_net()
-    model, _ = initialize(model, sgd(model), level)
+    model, _ = started(conv_net(), sgd, level)
     state = model.state_dict()
     assert list(state) == list(plain.state_dict())
     for name, value in state.items():
@@ -436,19 +418,16 @@ def test_the_state_dict_is_fp32_in_the_same_order_and_loads_back(level: str) -> 
             assert torch.equal(state[name], value), name
     assert model.head.state_dict()["weight"].dtype is torch.float32
     plain.load_state_dict(state)
-    other = conv_net(1)
-    other, other_optimizer = initialize(other, sgd(other), level)
+    other, other_optimizer = started(conv_net(1), sgd, level)
     other.load_state_dict(state)
-    for name, value in other.state_dict().items():
-        assert torch.equal(value, state[name]), name
+    assert_same(other.state_dict(), state)
     other_optimizer.step()
     for name, value in other.state_dict().items():
         assert torch.equal(value, state[name]), f"{name}: stale masters came back"
 
 
 def test_sub_module_state_dicts_reach_the_masters_too() -> None:
-    model = conv_net()
-    model, optimizer = initialize(model, sgd(model), "O2")
+    model, optimizer = started(conv_net(), sgd, "O2")
     model.head.load_state_dict({"weight": torch.full((3, 64), 1 / 3), "bias": torch.zeros(3)})
     optimizer.step()
     assert (model.state_dict()["head.weight"] == 1 / 3).all()
@@ -491,12 +470,8 @@ def test_torch_compile_makes_one_graph_of_a_cast_model(level: str, compiled_firs
             x, y = batch(step)
             output = forward(x)
             assert output.dtype is torch.float32
-            loss = F.cross_entropy(output, y)
             optimizer.zero_grad()
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+            losses.append(step_on(F.cross_entropy(output, y), optimizer).item())
         return losses
 
     torch._dynamo.reset()

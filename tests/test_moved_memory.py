@@ -310,9 +310,7 @@ print("no stray access")
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="there is no loop in C++")
-def test_an_address_sanitizer_finds_no_stray_access_of_the_loop(
-    tmp_path: Path,
-) -> None:
+def test_an_address_sanitizer_finds_no_stray_access_of_the_loop(tmp_path: Path) -> None:
     """The old memory is freed at once here, so that an access of it is one after free."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     runtime = (

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import amp
 from amp.observers import Observer, observing, watch_forwards
-from tests.models import LEVELS, linear, sgd
+from tests.models import LEVELS, linear, run_backward, sgd, started, train_on
 
 EVENTS = [name for name, _ in inspect.getmembers(Observer, inspect.isfunction)]
 
@@ -44,10 +44,7 @@ def without_verdicts(told: list[str]) -> list[str]:
 
 
 def step(model: nn.Module, optimizer: Any, scale: float = 1e-2) -> None:
-    with amp.scale_loss(model(torch.ones(2, 4)).float().sum() * scale, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model(torch.ones(2, 4)).float().sum() * scale, optimizer)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -55,8 +52,7 @@ def step(model: nn.Module, optimizer: Any, scale: float = 1e-2) -> None:
 def test_the_events_of_a_session_come_in_their_order(level: str) -> None:
     log = Log()
     with observing(log):
-        model = linear()
-        model, optimizer = amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+        model, optimizer = started(linear(), sgd, level)
         assert log.told == ["session_begins", "initialize_begins", "initialize_ends"]
         log.told.clear()
         stop = watch_forwards(log, amp.get_session(optimizer), [model])
@@ -73,8 +69,7 @@ def test_the_events_of_a_session_come_in_their_order(level: str) -> None:
         amp.get_session(optimizer).close()
         assert without_verdicts(log.told) == ["session_ends"]
     log.told.clear()
-    model = linear()
-    amp.initialize(model, sgd(model), opt_level=level, verbosity=0)
+    started(linear(), sgd, level)
     assert not log.told
 
 
@@ -88,8 +83,7 @@ def test_an_overflow_is_told_once_and_the_step_ends() -> None:
         def verdicts(self, session: Any, scaler: Any, rows: Any) -> None:
             told.extend([row.step, row.overflow] for row in rows)
 
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    model, optimizer = started(linear(), sgd, "O2")
     with observing(Verdicts()):
         step(model, optimizer)
         step(model, optimizer, scale=float("inf"))
@@ -103,15 +97,11 @@ def test_a_step_is_called_with_the_closure_that_an_observer_returns() -> None:
             assert closure is not None
             return lambda: closure() + 1
 
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O1", verbosity=0)
+    model, optimizer = started(linear(), sgd, "O1")
 
     def closure() -> Any:
         optimizer.zero_grad()
-        loss = model(torch.ones(2, 4)).sum() * 0
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        return loss.item()
+        return run_backward(model(torch.ones(2, 4)).sum() * 0, optimizer).item()
 
     with observing(Replaces()):
         assert optimizer.step(closure) == 1
@@ -122,16 +112,14 @@ def test_what_an_event_raises_comes_out_and_leaves_no_block_open() -> None:
         def block_entered(self, session: Any, block: Any, loss: Tensor, attached: Any) -> None:
             raise ValueError("not this one")
 
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    model, optimizer = started(linear(), sgd, "O2")
     with observing(Raises()), pytest.raises(ValueError, match="not this one"):
         step(model, optimizer)
     step(model, optimizer)  # whose block is not refused as one inside of another
 
 
 def test_forwards_of_a_copy_are_not_told() -> None:
-    model, log = linear(), Log()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O2", verbosity=0)
+    (model, optimizer), log = started(linear(), sgd, "O2"), Log()
     stop = watch_forwards(log, amp.get_session(optimizer), [model])
     copy.deepcopy(model)(torch.ones(2, 4))
     assert not log.told

@@ -13,15 +13,9 @@ from torch import nn
 import amp
 from amp import optimizers
 from amp.compat.handle import init
-from amp.errors import (
-    AmpIndexError,
-    AmpRuntimeError,
-    AmpTypeError,
-    AmpValueError,
-    brief,
-    first_few,
-)
+from amp.errors import AmpIndexError, AmpRuntimeError, AmpTypeError, AmpValueError, brief, first_few
 from amp.fp16_utils import DynamicLossScaler, FP16_Optimizer
+from tests.models import step_on
 
 
 def start(level: str = "O2") -> tuple[nn.Module, Any]:
@@ -38,9 +32,7 @@ def test_a_loss_without_values_is_refused_before_anything_is_changed(level: str)
     with pytest.raises(AmpTypeError, match="device meta"), amp.scale_loss(loss, optimizer):
         pass
     assert amp.state_dict() == before
-    with amp.scale_loss(model(torch.ones(2, 2)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(model(torch.ones(2, 2)).sum(), optimizer)
     amp.get_session().close()
 
 
@@ -70,9 +62,7 @@ ODD_IDS = (
     torch.tensor(0, device="meta"),
     np.array([0, 1]),
     HUGE,
-    0.0,
-    None,
-    1,
+    *(0.0, 1.0, "0", None, 1, -1),
 )
 
 

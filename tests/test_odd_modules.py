@@ -13,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import amp
 from tests.levels import LEVELS
+from tests.models import train_on
 
 
 class OldNames(nn.Module):
@@ -77,10 +78,7 @@ def ends(cls: type[OldNames], level: str, inside: bool) -> list[Tensor]:
     amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     for seed in range(2):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(seed))
-        with amp.scale_loss(model(x).float().square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(model(x).float().square().mean(), optimizer)
         average.update_parameters(model)
     model.load_state_dict(dict(model.state_dict()))
     copied = copy.deepcopy(model)

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,9 @@ import amp
 from tests.covering import covering
 from tests.levels import FP8
 from tests.levels import LEVELS as NOT_IN_FP8
+from tests.models import run_backward, step_on
 from tests.processes import ROOT, run_python
+from tests.states import assert_same
 
 LEVELS = [*NOT_IN_FP8, *FP8]
 
@@ -63,9 +65,7 @@ def train(level: str, around: Callable[[], Any], evaluates: bool = False) -> lis
                     model(x)
                     model.state_dict()
                 model.train()
-            loss = nn.functional.cross_entropy(model(x), targets)
-            with amp.scale_loss(loss, optimizers) as scaled_loss:
-                scaled_loss.backward()
+            run_backward(nn.functional.cross_entropy(model(x), targets), optimizers)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -91,8 +91,7 @@ def test_training_is_what_it_always_is(level: str, state: str) -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_inference_mode_between_steps_changes_nothing(level: str) -> None:
     plain = train(level, _as_it_is)
-    for found, expected in zip(train(level, _as_it_is, evaluates=True), plain, strict=True):
-        assert torch.equal(found, expected)
+    assert_same(train(level, _as_it_is, evaluates=True), plain)
 
 
 def train_in_default_dtype(level: str | None) -> tuple[list[Tensor], list[str]]:
@@ -106,8 +105,7 @@ def train_in_default_dtype(level: str | None) -> tuple[list[Tensor], list[str]]:
             amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     for _ in range(4):
         loss = nn.functional.cross_entropy(model(torch.randn(16, 16)), torch.arange(16) % 4)
-        with nullcontext(loss) if level is None else amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss, None if level is None else optimizer)
         optimizer.step()
         optimizer.zero_grad()
     return list(model.parameters()), [str(each.message) for each in caught]
@@ -150,9 +148,7 @@ def test_initialize_is_refused_in_inference_mode(level: str) -> None:
     assert all(map(torch.equal, model.parameters(), weights))
     session.initialize(model, optimizer)
     for _ in range(2):
-        with session.scale_loss(model(torch.ones(2, 32)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(2, 32)).float().mean(), optimizer)
 
 
 @pytest.mark.parametrize("level", NOT_IN_FP8)
@@ -171,32 +167,29 @@ def _sums(levels: list[str]) -> list[float]:
     return [sum(float(tensor.double().abs().sum()) for tensor in each) for each in weights]
 
 
+SCRIPT = """
+import sys, torch, warnings
+from tests.test_odd_states import _sums
+torch.set_num_threads(1)
+warnings.simplefilter("error")  # nothing warns that is not a user's business
+print(sys.version.split()[0], *_sums(sys.argv[1:]))
+"""
+
+
 @pytest.mark.slow
 def test_warnings_as_errors() -> None:
-    """`python -W error`: nothing warns that is not a user's business."""
-    script = (
-        "import sys, warnings, torch; from tests.test_odd_states import _sums\n"
-        "torch.set_num_threads(1)\n"
-        "warnings.simplefilter('error')\n"
-        "print(_sums(sys.argv[1:]))\n"
-    )
-    ended = run_python("-c", script, *LEVELS)
+    ended = run_python("-c", SCRIPT, *LEVELS)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.strip() == str(_sums(LEVELS))
+    assert ended.stdout.split()[1:] == list(map(str, _sums(LEVELS)))
 
 
 @pytest.mark.slow
 def test_without_assertions() -> None:
     """`python -O`: nothing that is needed is in an assert."""
-    script = (
-        "import sys, torch; from tests.test_odd_states import _sums\n"
-        "torch.set_num_threads(1)\n"
-        "print(_sums(sys.argv[1:]))\n"
-    )
     levels = ["O1", "O7"]
-    command = [sys.executable, "-O", "-c", script, *levels]
+    command = [sys.executable, "-O", "-c", SCRIPT, *levels]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert ended.stdout.strip() == str(_sums(levels))
+    assert ended.stdout.split()[1:] == list(map(str, _sums(levels)))
 
 
 def _python(version: str) -> str:
@@ -214,15 +207,9 @@ def _python(version: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", ["3.11", "3.12", "3.13", "3.14"])
 def test_each_python_trains_at_each_level(version: str) -> None:
-    script = (
-        "import sys, torch; from tests.test_odd_states import _sums\n"
-        "torch.set_num_threads(1)\n"
-        "print(sys.version.split()[0], *_sums(sys.argv[1:]))\n"
-    )
-    command = [_python(version), "-W", "error", "-c", script, *LEVELS]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    command = [_python(version), "-W", "error", "-c", SCRIPT, *LEVELS]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert ended.returncode == 0, ended.stderr
     of, *sums = ended.stdout.split()
     assert of.startswith(f"{version}.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,8 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training.deferred_gradients import DeferredGradient
 from tests import training
 from tests.covering import covering
-from tests.models import initialize
+from tests.models import initialize, run_backward
+from tests.states import through_a_file
 from tests.training import WIDTH, Training
 
 pytestmark = pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="needs a gradient of another dtype")
@@ -251,11 +251,8 @@ def test_a_deferred_gradient_is_what_it_stands_for(use: Callable[[Tensor], Any])
 
 
 def test_a_deferred_gradient_is_saved_as_an_ordinary_tensor() -> None:
-    file = io.BytesIO()
     grad = deferred()
-    torch.save(grad, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file(grad)
     assert type(saved) is Tensor
     assert torch.equal(saved, grad)
 
@@ -301,8 +298,7 @@ def test_before_torch_2_10_a_gradient_that_is_assigned_is_refused_by_the_step(
     model, made = initialize(model, made, level, loss_scale=128.0)
 
     def block() -> None:
-        with amp.scale_loss(model(torch.ones(2, 4)).float().sum(), made) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(torch.ones(2, 4)).float().sum(), made)
 
     block()
     assert model.weight.grad is None
@@ -420,11 +416,7 @@ def test_a_master_that_two_optimizers_come_to_share(level: str, optimizer: str) 
             amp.initialize(model, made, opt_level=each.split()[0], verbosity=0, **training.LEVELS[each])
         for _ in range(2):
             loss = (model(torch.randn(16, 8)).float() + 1).square().mean()
-            if each is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, made) as scaled_loss:
-                    scaled_loss.backward()
+            run_backward(loss, None if each is None else made)
             if len(made[1].param_groups) == 1:
                 made[1].add_param_group({"params": list(model[2].parameters())})
                 model.zero_grad()

@@ -19,6 +19,7 @@ from amp.casting.policy import load_policy
 from tests import ops
 from tests.devices import on_gpu
 from tests.models import BY_OP_DTYPE as HALF
+from tests.models import casting
 from tests.ops import Row, X, Y
 
 TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -33,8 +34,7 @@ pytestmark = pytest.mark.filterwarnings(
 def half(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     """Turn op casting on, and say to what."""
     level, _, device = request.param.partition(" ")
-    with amp.Session(level) as session, pytest.MonkeyPatch.context() as patch:
-        session.initialize(None)
+    with casting(level), pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "device", device or "cpu")
         yield HALF[level]
 

@@ -11,10 +11,7 @@ from amp.terminal.output_files import check_output
 
 @pytest.mark.parametrize(
     ("command", "name"),
-    [
-        (["lab", "--out"], "train.py"),
-        (["compare", "train.py", "--out"], "data.csv"),
-    ],
+    [(["lab", "--out"], "train.py"), (["compare", "train.py", "--out"], "data.csv")],
 )
 def test_another_kind_of_file_is_kept(
     command: list[str],
@@ -36,10 +33,7 @@ def test_another_kind_of_file_is_kept(
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 @pytest.mark.parametrize(
     "command",
-    [
-        ["lab", "--out", "x.html"],
-        ["compare", "train.py", "--out", "x.html"],
-    ],
+    [["lab", "--out", "x.html"], ["compare", "train.py", "--out", "x.html"]],
     ids=lambda command: command[0],
 )
 def test_a_pipe_is_refused_and_not_waited_for(

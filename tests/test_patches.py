@@ -11,7 +11,6 @@ import importlib
 import inspect
 import pickle
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -31,7 +30,7 @@ from amp.casting import hints, region_patches
 from amp.masters import averages
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import clipping, hidden_gradients, misuse, synchronization
-from tests.processes import ROOT
+from tests.processes import ROOT, run_python
 
 PAGE = ROOT / "docs" / "architecture.md"
 FRAMEWORKS = ("lightning", "pytorch_lightning", "transformers", "accelerate", "timm")
@@ -124,8 +123,7 @@ def name_of(place: tuple[str, str]) -> str:
 
 @pytest.mark.parametrize("options", [{}, {"master_weights": "split16"}], ids=["", "split16"])
 @pytest.mark.parametrize(
-    "level",
-    [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in LIMITS if x not in QUICK)],
+    "level", [*QUICK, *(pytest.param(x, marks=pytest.mark.slow) for x in LIMITS if x not in QUICK)]
 )
 def test_a_level_patches_what_the_page_lists(level: str, options: dict[str, Any]) -> None:
     if options and level not in ("O2", "O5", "O7", "O9"):
@@ -158,13 +156,8 @@ for place in replaced(before):
 
 @pytest.mark.slow
 def test_frameworks_are_patched_where_the_page_says() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", f"import amp{FRAMEWORK_PATCHES}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    run = run_python("-c", f"import amp{FRAMEWORK_PATCHES}")
+    assert run.returncode == 0, run.stderr
     rows = at("O5")
     loaded = {name.partition(".")[0] for name in run.stdout.split()}
     assert "torch" in loaded, run.stderr

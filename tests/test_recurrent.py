@@ -12,12 +12,11 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 
 import amp
 from tests.covering import covering
-from tests.models import initialize
+from tests.models import BY_OP_DTYPE as HALF
+from tests.models import TOLERANCE
 
-HALF = {"O1": torch.float16, "O4": torch.bfloat16}
 LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
 CELLS = {"LSTM": nn.LSTMCell, "GRU": nn.GRUCell, "RNN": nn.RNNCell}
-TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 4e-2}
 LENGTHS = [4, 2, 1]
 
 
@@ -45,7 +44,7 @@ def test_layers_compute_in_half_and_learn_in_float32(
     torch.manual_seed(0)
     model = LAYERS[kind](5, 7, batch_first=True, **options)
     plain = copy.deepcopy(model)
-    model, _ = initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), level)
+    amp.initialize(model, opt_level=level)
     half = HALF[level]
     x = batch(half if half_input else torch.float32, packed)
     output = first(model(x))
@@ -57,11 +56,11 @@ def test_layers_compute_in_half_and_learn_in_float32(
         rounded = pack_padded_sequence(rounded, LENGTHS, batch_first=True)
     expected = first(plain(rounded))
     expected.square().sum().backward()
-    torch.testing.assert_close(output.float(), expected, rtol=0, atol=TOLERANCE[half])
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=TOLERANCE[level])
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         assert p.grad.dtype is torch.float32
         error = torch.dist(p.grad, q.grad) / torch.linalg.vector_norm(q.grad)
-        assert error < 4 * TOLERANCE[half]
+        assert error < 4 * TOLERANCE[level]
 
 
 @pytest.mark.parametrize("level", HALF)
@@ -76,7 +75,7 @@ def test_cells(level: str, kind: str, half_input: bool) -> None:
     output = first(cell(x.to(HALF[level]) if half_input else x))
     assert output.dtype is HALF[level]
     amp.get_session().close()
-    torch.testing.assert_close(output.float(), first(plain(x)), rtol=0, atol=TOLERANCE[HALF[level]])
+    torch.testing.assert_close(output.float(), first(plain(x)), rtol=0, atol=TOLERANCE[level])
 
 
 @pytest.mark.parametrize("level", HALF)

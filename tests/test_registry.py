@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import amp
 from amp.casting import registry
 from tests.covering import covering
 from tests.levels import BY_OP
+from tests.models import casting
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
 X = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
@@ -69,8 +71,7 @@ def test_registered_functions(kind: str, level: str, before: bool, extension: An
     if before:
         register(extension, "run")
     for _ in range(2):  # the registration survives a second session
-        with amp.Session(level) as session:
-            session.initialize(None)
+        with casting(level):
             if not before:
                 register(extension, "run")
             assert extension.run(X, X.half()) == expected[level]
@@ -91,13 +92,11 @@ def test_decorated_functions(kind: str, level: str) -> None:
     assert function.__wrapped__ is takes
     assert function.__name__ == "takes"
     for _ in range(2):
-        with amp.Session(level) as session:
-            session.initialize(None)
+        with casting(level):
             assert function(X, X.half()) == expected[level]
             with torch.autocast("cpu", enabled=False):
                 assert function(X, X.half()) == [WIDE, HALF]
-    with amp.Session("O2") as session:
-        session.initialize(None)
+    with casting("O2"):
         assert function(X, X.half()) == [WIDE, HALF], "no function casts there"
 
 
@@ -128,8 +127,7 @@ def test_methods_static_methods_and_class_methods() -> None:
     attribute = vars(Layer)["fixed"]
     amp.register_half_function(Layer, "plain")
     amp.register_half_function(Layer, "fixed")
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         layer = Layer()
         for call in (
             layer.method,
@@ -163,8 +161,7 @@ def test_autograd_functions(decorated: bool) -> None:
     if not decorated:
         amp.register_half_function(Scaled, "apply")
     scaled = amp.half_function(Scaled.apply) if decorated else lambda *args: Scaled.apply(*args)
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         x = X.clone().requires_grad_()
         out = scaled(x, 2.0)
         assert out.dtype is HALF
@@ -183,8 +180,7 @@ class Doubled(Scaled):
 
 def test_a_subclass_of_a_registered_function_is_itself() -> None:
     amp.register_float_function(Scaled, "apply")
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         assert (Scaled.apply(X, 1.0) == X).all()
         assert (Doubled.apply(X.half(), 1.0) == 2 * X.half().float()).all()
 
@@ -201,8 +197,7 @@ def test_modules_hold_functions_of_an_extension_that_nobody_can_import(extension
 
 def test_functions_of_torch_can_be_registered_as_in_apex() -> None:
     amp.register_float_function(torch, "sigmoid")
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         assert torch.sigmoid(X.half()).dtype is WIDE
         p = torch.sigmoid(X.half())
         assert torch.isfinite(F.binary_cross_entropy(p, torch.ones(4, 4)))
@@ -212,8 +207,7 @@ def test_what_a_half_function_calls_goes_on_casting_and_what_a_float_function_ca
     def inside(x: Tensor) -> list[torch.dtype]:
         return takes(x, x @ x, x.softmax(-1))
 
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         assert amp.half_function(inside)(X) == [HALF, HALF, WIDE]
         assert amp.float_function(inside)(X.half()) == [WIDE, WIDE, WIDE]
 
@@ -226,6 +220,8 @@ def test_errors_say_what_is_there(extension: Any) -> None:
         amp.register_half_function(extension, "value")
     with pytest.raises(ValueError, match="Linear is no function but a type"):
         amp.register_half_function(torch.nn, "Linear")
+    with pytest.raises(ValueError, match="builtins is a module of Python"):
+        amp.register_float_function(builtins, "len")
     with pytest.raises(ValueError, match="int is a type of Python itself"):
         amp.register_half_function(int, "bit_length")
     with pytest.raises(TypeError, match="name is 3, a int; give a string"):
@@ -262,6 +258,5 @@ def test_what_runs_after_its_call_or_cannot_be_replaced_is_refused(extension: An
 
 
 def test_float64_and_integers_arrive_as_they_are() -> None:
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         assert amp.half_function(takes)(X.double(), X.long()) == [torch.float64, torch.int64]

@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import amp
-from amp.kernels import backend, update_scale
 from amp.torch_versions import HAS_GRAD_DTYPE
+from tests import training
 from tests.covering import covering
 from tests.levels import DYNAMIC
+from tests.models import run_backward, step_on
 
 LEVELS = ["O1", "O2", "O4", "O5", "O7"]
-OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "SGD": lambda p: torch.optim.SGD(p, 0.1),
-    "AdamW, fused": lambda p: torch.optim.AdamW(p, 0.1, fused=True),
-    "FusedAdam": lambda p: amp.optimizers.FusedAdam(p, 0.1),
-}
+OPTIMIZERS = {name: training.OPTIMIZERS[name] for name in ("SGD", "AdamW, fused", "FusedAdam")}
 
 
 def in_place(parameter: nn.Parameter) -> None:
@@ -65,8 +62,7 @@ class Training:
 
     def backward(self, factor: float) -> None:
         first, second = [layer(torch.ones(2, 16)).float().sum() for layer in self.layers]
-        with amp.scale_loss(first + factor * second, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(first + factor * second, self.optimizer)
 
     def values(self) -> list[Tensor]:
         return [p.detach().float().clone() for p in self.layers.parameters()]
@@ -139,10 +135,10 @@ def test_a_closure_may_repair_gradients(level: str, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_an_overflow_of_another_optimizer_skips_the_steps_of_its_block_alone(
-    level: str, optimizer: str, is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+    level: str, optimizer: str, is_on_host: bool, request: pytest.FixtureRequest
 ) -> None:
     if not is_on_host:
-        decide_on_a_device(monkeypatch)
+        request.getfixturevalue("the_cpu_is_a_device")
     layers: list[Any] = [nn.Linear(4, 4), nn.Linear(4, 4)]
     made = [OPTIMIZERS[optimizer](layer.parameters()) for layer in layers]
     layers, optimizers = amp.initialize(
@@ -151,8 +147,7 @@ def test_an_overflow_of_another_optimizer_skips_the_steps_of_its_block_alone(
 
     def backward(factor: float) -> None:
         first, second = [layer(torch.ones(2, 4)).float().sum() for layer in layers]
-        with amp.scale_loss(first + factor * second, optimizers) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(first + factor * second, optimizers)
 
     def step() -> list[bool]:
         before = [layer.weight.detach().clone() for layer in layers]
@@ -179,19 +174,17 @@ def test_a_product_with_the_inverse_of_a_scale_below_1_overflows_still(max_norm:
         layer, made, opt_level="O5", verbosity=0, loss_scale={"init": 0.25, "min": 0.01}
     )
     before = layer.weight.detach().clone()
-    with amp.scale_loss(model(torch.full((1, 4), 4.0)).float().sum() * 2e38, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+    step_on(model(torch.full((1, 4), 4.0)).float().sum() * 2e38, optimizer)
     assert amp.step_was_skipped(optimizer)
     assert torch.equal(layer.weight, before)
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
 def test_gradients_that_are_left_as_zeros_are_checked_again_once(
-    is_on_host: bool, monkeypatch: pytest.MonkeyPatch
+    is_on_host: bool, request: pytest.FixtureRequest
 ) -> None:
     if not is_on_host:
-        decide_on_a_device(monkeypatch)
+        request.getfixturevalue("the_cpu_is_a_device")
     t = Training("O2", "SGD")
     found = t.optimizer._amp_attached.gradients.verdicts
     for factor in (1.0, math.nan, 1.0, 1.0, 1.0, 1.0):
@@ -202,6 +195,7 @@ def test_gradients_that_are_left_as_zeros_are_checked_again_once(
     assert not found.may_be_of_others
 
 
+@pytest.mark.usefixtures("the_cpu_is_a_device")
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("optimizer", ["AdamW, fused", "FusedAdam"])
 @pytest.mark.parametrize("bad", [False, True])
@@ -209,7 +203,6 @@ def test_on_a_device_gradients_that_were_assigned_after_others_were_cleared_are_
     level: str, optimizer: str, bad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the host does not know of an overflow, it still does not wait."""
-    decide_on_a_device(monkeypatch)
     t = Training(level, optimizer)
     t.backward(math.nan)
     parameters = t.with_gradients()
@@ -222,11 +215,6 @@ def test_on_a_device_gradients_that_were_assigned_after_others_were_cleared_are_
     has_stepped = t.step()
     monkeypatch.undo()
     assert has_stepped == [not bad] * 4
-
-
-def decide_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (backend, update_scale):
-        monkeypatch.setattr(module, "is_on_host", lambda tensor: False)
 
 
 def refuse(*_: object) -> None:

@@ -22,7 +22,17 @@ from amp.casting.policy import OpRule
 from amp.cli import main
 from amp.undo import Undo
 from tests.covering import covering
-from tests.models import BY_OP_LEVELS, CAST_LEVELS, HALF_DTYPE, LEVELS, initialize, sgd
+from tests.models import (
+    BY_OP_LEVELS,
+    CAST_LEVELS,
+    HALF_DTYPE,
+    LEVELS,
+    casting,
+    initialize,
+    note_of,
+    sgd,
+    step_on,
+)
 from tests.processes import run_python
 
 HALF, WIDE, BRAIN = torch.float16, torch.float32, torch.bfloat16
@@ -39,8 +49,7 @@ def profile(tmp_path: Path, text: str, name: str = "mine.yaml") -> Path:
 
 
 def test_a_rule_holds_for_every_spelling_of_its_op() -> None:
-    with amp.Session("O1", rules=[{"op": "torch.matmul", "cast": "float32"}]) as session:
-        session.initialize(None)
+    with casting("O1", rules=[{"op": "torch.matmul", "cast": "float32"}]):
         for out in (X @ X.half(), torch.matmul(X, X), X.half().matmul(X), X.__rmatmul__(X)):
             assert out.dtype is WIDE
         assert torch.mm(X, X).dtype is HALF, "another op"
@@ -50,8 +59,7 @@ def test_a_rule_holds_for_every_spelling_of_its_op() -> None:
 def test_a_rule_wins_over_what_the_function_calls() -> None:
     """F.softmax calls Tensor.softmax, which the table keeps in FP32."""
     rules = [{"op": "torch.nn.functional.softmax", "cast": "float16"}]
-    with amp.Session("O1", rules=rules) as session:
-        session.initialize(None)
+    with casting("O1", rules=rules):
         assert F.softmax(X, -1).dtype is HALF
         assert X.softmax(-1).dtype is HALF
         assert nn.Softmax(-1)(X).dtype is HALF
@@ -71,13 +79,11 @@ def test_rules_in_a_forward_win_over_torch_autocast() -> None:
 
 def test_globs_and_none() -> None:
     rules = [{"op": "torch.fft.*", "cast": "none"}, {"op": "torch.sum", "cast": None}]
-    with amp.Session("O1", rules=rules) as session:
-        session.initialize(None)
+    with casting("O1", rules=rules):
         assert X.half().sum().dtype is HALF
         with pytest.raises(RuntimeError, match="Half"):
             torch.fft.fft(X.half()[:, :3])
-    with amp.Session("O1") as session:
-        session.initialize(None)
+    with casting("O1"):
         assert torch.fft.fft(X.half()[:, :3]).dtype is torch.complex64
 
 
@@ -87,15 +93,13 @@ def test_later_rules_win_and_extending_profiles_add_to_them(tmp_path: Path) -> N
     properties = amp.load_profile(mine)
     assert [rule.pattern for rule in properties.rules] == ["torch.mm", "torch.bmm"]
     assert "op torch.mm: float32; op torch.bmm: float32" in properties.describe()
-    with amp.Session(mine, rules=[{"op": "torch.mm", "cast": "bfloat16"}]) as session:
-        session.initialize(None)
+    with casting(mine, rules=[{"op": "torch.mm", "cast": "bfloat16"}]):
         assert torch.mm(X, X).dtype is BRAIN
         assert torch.bmm(X[None], X[None]).dtype is WIDE
 
 
 def test_functions_outside_torch() -> None:
-    with amp.Session("O1", rules=[{"op": "tests.test_rules.mine", "cast": "float32"}]) as session:
-        session.initialize(None)
+    with casting("O1", rules=[{"op": "tests.test_rules.mine", "cast": "float32"}]):
         module = sys.modules["tests.test_rules"]
         assert module.mine(X.half()) == (WIDE, WIDE)  # type: ignore[attr-defined]
 
@@ -204,9 +208,7 @@ def test_rules_for_many_ops_leave_out_what_casts_work_by(
     with torch.autocast("cpu", dtype=BRAIN):
         model(X)
     if cast != "float16":  # which would also be what unscaling works in
-        with amp.scale_loss(model(X).float().sum(), optimizer) as loss:
-            loss.backward()
-        optimizer.step()
+        step_on(model(X).float().sum(), optimizer)
     amp.get_session().close()
     assert (torch.half, torch.float, torch.bfloat16) == kinds
     assert not hasattr(torch.mm, "__wrapped__")
@@ -410,8 +412,7 @@ def test_a_parametrized_module_is_plain_after_the_session() -> None:
 
 
 def test_operators_are_spellings_too() -> None:
-    with amp.Session("O1", rules=[{"op": "torch.add", "cast": "float32"}]) as session:
-        session.initialize(None)
+    with casting("O1", rules=[{"op": "torch.add", "cast": "float32"}]):
         h = X.half()
         assert (h + h).dtype is (1 + h).dtype is h.add(h).dtype is WIDE
         assert (h * h).dtype is HALF
@@ -486,9 +487,7 @@ def trained(model: Any, level: str, **overrides: Any) -> tuple[Any, Any]:
     model, optimizer = initialize(model, sgd(model), level, verbosity=0, **overrides)
     for _ in range(3):
         optimizer.zero_grad()
-        with amp.scale_loss(model(X).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(X).float().sum(), optimizer)
     return model, optimizer
 
 
@@ -662,15 +661,12 @@ class Mixes(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "overrides",
-    [{"rules": [{"tensor": "*.centre", "cast": "float32"}]}, {"buffer_dtype": "float32"}],
+    "overrides", [{"rules": [{"tensor": "*.centre", "cast": "float32"}]}, {"buffer_dtype": "float32"}]
 )
 def test_code_that_needs_one_dtype_is_told_where_to_cast(overrides: Any) -> None:
     model = nn.Sequential(Mixes())
     amp.initialize(model, opt_level="O5", **overrides)
-    with pytest.raises(RuntimeError) as caught:
-        model(X)
-    (note,) = caught.value.__notes__
+    note = note_of(lambda: model(X))
     assert "'0' (Mixes) has centre in FP32, by a rule or buffer_dtype, beside 16-bit tensors" in note
     assert "rules=[{'module': '0', 'cast': 'float32'}]" in note
 
@@ -688,21 +684,10 @@ def test_buffer_dtype_keeps_all_floating_buffers_in_fp32(level: str) -> None:
     assert names_in(HALF_DTYPE[level], model) == set()
 
 
-def test_buffer_dtype_in_a_file_and_where_it_does_nothing(tmp_path: Path) -> None:
+def test_buffer_dtype_in_a_file(tmp_path: Path) -> None:
     path = profile(tmp_path, "extends: O5\nbuffer_dtype: fp32\n")
     assert amp.load_profile(path).buffer_dtype is WIDE
     assert "buffer_dtype" in amp.load_profile(path).describe()
-    path = profile(tmp_path, "extends: O1\nbuffer_dtype: float32\n")
-    with pytest.raises(
-        RuntimeError, match=r"mine.yaml:2: buffer_dtype=float32 does not fit O1: buffers"
-    ):
-        amp.load_profile(path)
-    path = profile(tmp_path, "buffer_dtype: float32\n")
-    with pytest.raises(RuntimeError, match=r"mine.yaml:1: .*no buffer is cast there"):
-        amp.load_profile(path)
-    path = profile(tmp_path, "brief: none\nrules:\n  - {tensor: a, cast: float32}\n")
-    with pytest.raises(RuntimeError, match=r"mine.yaml:2: .*no parameter or buffer is cast there"):
-        amp.load_profile(path)
     with pytest.raises(ValueError, match="buffer_dtype=torch.bfloat16 is not one of float32, None"):
         amp.initialize(nn.Linear(2, 2), opt_level="O5", buffer_dtype=torch.bfloat16)
 
@@ -752,9 +737,6 @@ def test_explain_knows_a_users_rules(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_explain_of_what_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "torch.sofmax"]) == 2
-    assert "there is no function 'torch.sofmax'" in (err := capsys.readouterr().err)
-    assert "did you mean 'torch.softmax'" in err
     assert main(["explain", "torch.nn.Linear"]) == 2
     assert "is a class" in capsys.readouterr().err
     assert main(["explain", "torch.mm", "--opt-level", "O99"]) == 2

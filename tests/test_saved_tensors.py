@@ -9,20 +9,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import amp
+from tests.models import sgd, started, train_on
+from tests.states import assert_same
 
 
 def train(level: str, hooks: Any) -> list[Tensor]:
     torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    layers = nn.Sequential(nn.Linear(32, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    model, optimizer = started(layers, sgd, level)
     for _ in range(3):
         with hooks():
             loss = nn.functional.cross_entropy(model(torch.randn(16, 32)), torch.arange(16) % 4)
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(loss, optimizer)
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
@@ -34,8 +32,7 @@ def train(level: str, hooks: Any) -> list[Tensor]:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3", "O4", "O5", "O6", "O7"])
 def test_saved_tensors_may_wait_on_the_cpu(level: str, hooks: Any) -> None:
     plain = train(level, lambda: saved_tensors_hooks(lambda x: x, lambda x: x))
-    for found, expected in zip(train(level, hooks), plain, strict=True):
-        assert torch.equal(found, expected)
+    assert_same(train(level, hooks), plain)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O6"])
@@ -44,5 +41,4 @@ def test_also_if_the_hooks_were_entered_before_initialize(level: str) -> None:
     with saved_tensors_hooks(lambda x: x.cpu(), lambda x: x), save_on_cpu():
         inside = train(level, nullcontext)
         amp.get_session().close()
-    for found, expected in zip(inside, plain, strict=True):
-        assert torch.equal(found, expected)
+    assert_same(inside, plain)

@@ -50,7 +50,7 @@ def test_misuse_is_named(tmp_path: Path) -> None:
         amp.save("x.pt", "y.pt")
     with pytest.raises(ValueError, match="is a folder, a pipe or a device: give the path of a file"):
         amp.save(tmp_path, {})
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"found no such folder; make it first: .*none'"):
         amp.save(tmp_path / "none" / "x.pt", {})
 
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 import amp
+from tests import training
 from tests.covering import covering
+from tests.models import train_on
+from tests.states import assert_same
 
-OPTIMIZERS = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
-    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    "fused": lambda parameters: amp.optimizers.FusedAdam(parameters, lr=1e-3),
-}
+OPTIMIZERS = {name: training.OPTIMIZERS[name] for name in ("SGD", "AdamW", "FusedAdam")}
 
 
 def train(
@@ -40,10 +39,7 @@ def train(
         thread.start()
     try:
         for _ in range(40):
-            with amp.scale_loss(model(torch.randn(16, 64)).square().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(model(torch.randn(16, 64)).square().mean(), optimizer)
     finally:
         is_over.set()
         if saves:
@@ -58,8 +54,7 @@ def train(
 )
 def test_saving_meanwhile_changes_nothing(level: str, name: str, options: Any) -> None:
     alone, watched = (train(level, name, saves, **options) for saves in (False, True))
-    for key, tensor in watched.items():
-        assert torch.equal(tensor, alone[key]), key
+    assert_same(watched, alone)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs signals")
@@ -99,5 +94,4 @@ def test_saving_in_a_signal_handler_changes_nothing(level: str, name: str, optio
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(seen) > 3
-    for key, tensor in watched.items():
-        assert torch.equal(tensor, alone[key]), key
+    assert_same(watched, alone)

@@ -11,27 +11,34 @@ from torch.nn import functional as F
 
 import amp
 from amp.errors import AmpRuntimeError
-from tests.models import adamw, batch, conv_net, initialize, sgd, waiting_is_an_error
+from tests.models import (
+    adamw,
+    batch,
+    conv_net,
+    initialize,
+    run_backward,
+    sgd,
+    started,
+    step_on,
+    waiting_is_an_error,
+)
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": sgd,
-    "fused": lambda model: adamw(model, fused=True),
-    "ours": lambda model: amp.optimizers.FusedAdam(model.parameters(), max_grad_norm=1.0),
+    "fused": lambda params: adamw(params, fused=True),
+    "ours": lambda params: amp.optimizers.FusedAdam(params, max_grad_norm=1.0),
 }
 
 
 def backward(model: Any, optimizer: Any, factor: float = 1.0, loss_id: int = 0) -> None:
     x, y = batch()
-    loss = F.cross_entropy(model(x), y) * factor
-    with amp.scale_loss(loss, optimizer, loss_id=loss_id) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(F.cross_entropy(model(x), y) * factor, optimizer, loss_id=loss_id)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_overflows_and_skipped_steps_are_counted(level: str, kind: str) -> None:
-    model = conv_net()
-    model, optimizer = initialize(model, OPTIMIZERS[kind](model), level)
+    model, optimizer = started(conv_net(), OPTIMIZERS[kind], level)
     assert amp.scalars()["amp/loss_scale"] == 1024
     for factors in ((1.0, 1.0), (math.inf, 1.0), (math.inf, math.inf), (1.0, 1.0)):
         for factor in factors:
@@ -45,12 +52,10 @@ def test_overflows_and_skipped_steps_are_counted(level: str, kind: str) -> None:
 
 
 def test_the_norm_that_clipping_has_computed_is_among_them() -> None:
-    model = conv_net()
-    model, optimizer = initialize(model, OPTIMIZERS["ours"](model), "O2")
+    model, optimizer = started(conv_net(), OPTIMIZERS["ours"], "O2")
     backward(model, optimizer)
     norm = amp.scalars(optimizer, norms=True)["amp/grad_norm"]
-    model = conv_net()
-    model, optimizer = initialize(model, OPTIMIZERS["ours"](model), "O2")
+    model, optimizer = started(conv_net(), OPTIMIZERS["ours"], "O2")
     backward(model, optimizer)
     optimizer.step()
     # Norms are over the masters, of which the FP32 batch norm has none.
@@ -58,8 +63,7 @@ def test_the_norm_that_clipping_has_computed_is_among_them() -> None:
 
 
 def test_a_forgotten_overflow_skips_no_step() -> None:
-    model = conv_net()
-    model, optimizer = initialize(model, sgd(model), "O2")
+    model, optimizer = started(conv_net(), sgd, "O2")
     backward(model, optimizer, math.inf)
     optimizer.zero_grad()
     backward(model, optimizer)
@@ -80,8 +84,7 @@ def test_optimizers_of_one_loss_skip_one_step() -> None:
 
 
 def test_losses_have_names_of_their_own() -> None:
-    model = conv_net()
-    model, optimizer = initialize(model, sgd(model), "O2", num_losses=2)
+    model, optimizer = started(conv_net(), sgd, "O2", num_losses=2)
     backward(model, optimizer, math.inf, loss_id=1)
     optimizer.step()
     values = amp.scalars()
@@ -99,7 +102,7 @@ def test_norms_are_of_fp32_weights_and_unscaled_gradients(options: Any, kind: st
     F.cross_entropy(model(x), y).backward()
     grads = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()  # type: ignore[union-attr]
     model.zero_grad()
-    model, optimizer = initialize(model, OPTIMIZERS[kind](model), "O2", **options)
+    model, optimizer = initialize(model, OPTIMIZERS[kind](model.parameters()), "O2", **options)
     backward(model, optimizer)
     values = amp.scalars(optimizer, norms=True)
     assert values["amp/weight_norm"] == pytest.approx(weights, rel=1e-6)
@@ -119,14 +122,11 @@ def test_without_a_session() -> None:
 @pytest.mark.gpu
 def test_the_host_does_not_wait() -> None:
     device = "cuda"
-    model = conv_net().to(device)
-    model, optimizer = initialize(model, adamw(model, fused=True), "O2")
+    model, optimizer = started(conv_net().to(device), lambda p: adamw(p, fused=True), "O2")
     x, y = (each.to(device) for each in batch())
     for i in range(3):
         loss = F.cross_entropy(model(x), y)
         if i == 2:
             with waiting_is_an_error():
                 assert amp.scalars(optimizer)["amp/loss_scale"] == 1024
-        with amp.scale_loss(loss, optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(loss, optimizer)

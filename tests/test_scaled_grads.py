@@ -16,7 +16,7 @@ from amp.kernels import unscale
 from amp.optimizers import FusedAdam, FusedSGD
 from amp.training.scaler import LossScaler
 from tests.levels import DYNAMIC, WITH_MASTERS
-from tests.models import initialize
+from tests.models import initialize, run_backward
 
 LEVELS = ["O1", "O2", "O3", "O4", "O5"]
 SCALES: dict[str, Any] = {"dynamic": {"init": 2.0**10, "growth_interval": 3}, "static": 128.0}
@@ -44,8 +44,7 @@ def loss_of(model: nn.Module, i: int = 0) -> Tensor:
 
 
 def block(model: nn.Module, optimizer: Any, i: int = 0, **kwargs: Any) -> None:
-    with amp.scale_loss(loss_of(model, i), optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(loss_of(model, i), optimizer, **kwargs)
 
 
 def overflow(model: nn.Module, optimizer: Any, i: int = 0) -> None:
@@ -77,23 +76,18 @@ def no_gradient_of_a_master_is_unscaled(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("no_gradient_of_a_master_is_unscaled")
 @pytest.mark.parametrize("level", WITH_MASTERS)
 @pytest.mark.parametrize("loss_scale", SCALES)
-def test_no_gradient_is_written_between_backward_and_step(level: str, loss_scale: str) -> None:
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_no_gradient_is_written_between_backward_and_step(
+    level: str, loss_scale: str, is_frozen: bool
+) -> None:
     model, optimizer = make(level, loss_scale=SCALES[loss_scale])
+    model[0].weight.requires_grad_(not is_frozen)
     for i in range(5):
         block(model, optimizer, i)
         optimizer.step()
         optimizer.zero_grad()
     if loss_scale == "dynamic":
         assert amp.loss_scale() == SCALES["dynamic"]["init"] * 2
-
-
-@pytest.mark.usefixtures("no_gradient_of_a_master_is_unscaled")
-def test_nor_where_a_parameter_is_frozen() -> None:
-    model, optimizer = make("O2")
-    model[0].weight.requires_grad_(False)
-    for i in range(3):
-        block(model, optimizer, i)
-        optimizer.step()
 
 
 def test_a_subclass_with_a_step_of_its_own_is_skipped() -> None:
@@ -218,8 +212,7 @@ def test_optimizers_that_share_parameters(level: str) -> None:
         model, (first, second) = initialize(model, [first, second], level, loss_scale=SCALES["dynamic"])
         for i in range(4):
             for optimizers in ([first, second], [first], [second]):
-                with amp.scale_loss(loss_of(model, i), optimizers) as scaled_loss:
-                    scaled_loss.backward()
+                run_backward(loss_of(model, i), optimizers)
                 for optimizer in optimizers:
                     optimizer.step()
                 if i % 2:

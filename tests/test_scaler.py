@@ -21,7 +21,7 @@ from amp.training.recorder import HostCopies
 from amp.training.scaler import LossScaler
 from tests.gradient_oracle import Scale
 from tests.levels import DYNAMIC
-from tests.models import LEVELS, initialize, linear, sgd
+from tests.models import LEVELS, initialize, linear, run_backward, sgd, started
 
 
 def drive(config: LossScaling, overflows: str) -> list[float]:
@@ -113,19 +113,22 @@ def test_a_configuration_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -
 # As the user sees it.
 
 
+def take_step(model: nn.Module, optimizer: Any, factor: float = math.inf) -> Any:
+    """Run a block, which overflows unless it has a factor, and step."""
+    overflow(model, optimizer, factor)
+    return optimizer.step()
+
+
 def overflow(model: nn.Module, optimizer: Any, factor: float = math.inf, **kwargs: Any) -> None:
-    with amp.scale_loss(model(torch.ones(1, 4)).sum() * factor, optimizer, **kwargs) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(model(torch.ones(1, 4)).sum() * factor, optimizer, **kwargs)
 
 
 def test_an_overflow_that_a_good_block_follows_is_reported_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    model = linear()
-    model, optimizer = initialize(model, sgd(model), "O2")
+    model, optimizer = started(linear(), sgd, "O2", verbosity=1)
     overflow(model, optimizer)
-    overflow(model, optimizer, factor=1.0)
-    optimizer.step()
+    take_step(model, optimizer, factor=1.0)
     assert [record.getMessage().rsplit(" ", 1)[1] for record in caplog.records] == ["512.0"]
 
 
@@ -152,19 +155,16 @@ def test_what_a_device_decides_is_reported_when_it_has_arrived(
         copies.underway.append((number, copy, Event()))  # type: ignore[arg-type]
 
     monkeypatch.setattr(HostCopies, "send", late)
-    model = linear()
-    model, optimizer = initialize(model, torch.optim.AdamW(model.parameters(), fused=True), "O2")
+    model, optimizer = started(linear(), lambda p: torch.optim.AdamW(p, fused=True), "O2", verbosity=1)
     for factor in (1.0, math.inf, math.inf):
-        overflow(model, optimizer, factor)
-        optimizer.step()
+        take_step(model, optimizer, factor)
     assert not caplog.records
     arrived = True
     with amp.scale_loss(model(torch.ones(1, 4)).sum(), optimizer):
         assert [r.getMessage().rsplit(" ", 1)[1] for r in caplog.records] == ["512.0", "256.0"]
     caplog.clear()
     arrived = False
-    overflow(model, optimizer)
-    optimizer.step()
+    take_step(model, optimizer)
     assert not caplog.records
     assert not waited
     amp.get_session().close()
@@ -189,24 +189,21 @@ def test_a_graph_made_inside_a_block_outlives_it(level: str) -> None:
         first.backward(retain_graph=True)
     optimizer.zero_grad()
     second = first / scale + sum((g.float() * (8 / scale) ** 2).square().sum() for g in grads)
-    with amp.scale_loss(second, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(second, optimizer)
     found = [parameter.grad.float() for parameter in amp.master_params(optimizer)]
     amp.get_session().close()
     model.float()
     grads = torch.autograd.grad(loss().square(), params, create_graph=True)
     second = loss() + sum(g.square().sum() for g in grads)
-    expected = torch.autograd.grad(second, params)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.05, atol=0.02)
+    expected = list(torch.autograd.grad(second, params))
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.02)
 
 
 @pytest.mark.parametrize("level", DYNAMIC)
 def test_an_overflow_skips_the_step_once_and_says_so(
     level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = linear()
-    model, optimizer = initialize(model, sgd(model), level)
+    model, optimizer = started(linear(), sgd, level, verbosity=1)
     start = model.weight.detach().clone()
     overflow(model, optimizer)
     assert not caplog.records
@@ -219,8 +216,7 @@ def test_an_overflow_skips_the_step_once_and_says_so(
     assert torch.equal(model.weight, start)
     assert not optimizer.state
     optimizer.zero_grad()
-    overflow(model, optimizer, 1.0)
-    optimizer.step()
+    take_step(model, optimizer, 1.0)
     assert not amp.step_was_skipped(optimizer)
     assert not torch.equal(model.weight, start)
     assert len(caplog.records) == 1
@@ -228,10 +224,8 @@ def test_an_overflow_skips_the_step_once_and_says_so(
 
 
 def test_verbosity_0_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    model = linear()
-    model, optimizer = initialize(model, sgd(model), "O2", verbosity=0)
-    overflow(model, optimizer)
-    optimizer.step()
+    model, optimizer = started(linear(), sgd, "O2", verbosity=0)
+    take_step(model, optimizer)
     assert amp.step_was_skipped(optimizer)
     assert not caplog.records
 
@@ -243,16 +237,12 @@ def test_other_ranks_are_silent(
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    model = linear()
-    model, optimizer = initialize(model, sgd(model), "O2")
-    overflow(model, optimizer)
-    optimizer.step()
+    model, optimizer = started(linear(), sgd, "O2", verbosity=1)
+    take_step(model, optimizer)
     assert not caplog.records
 
 
-def test_an_overflow_skips_only_the_optimizers_of_its_loss(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_an_overflow_skips_only_the_optimizers_of_its_loss(caplog: pytest.LogCaptureFixture) -> None:
     models = [linear(seed) for seed in range(3)]
     optimizers = [sgd(model) for model in models]
     models, optimizers = initialize(models, optimizers, "O2", num_losses=2)
@@ -265,27 +255,20 @@ def test_an_overflow_skips_only_the_optimizers_of_its_loss(
     assert all("loss scaler 1" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_static_scale_checks_nothing_as_in_apex(level: str) -> None:
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level=level, loss_scale=2.0)
-    overflow(model, optimizer)
-    optimizer.step()
+@pytest.mark.parametrize(
+    ("level", "scaling", "scale"),
+    [
+        *((level, 2.0, 2.0) for level in LEVELS),
+        ("O5", 1.0, 1.0),
+        ("O5", {"mode": "static", "init": 1, "check": False}, 1.0),
+    ],
+)
+def test_a_static_scale_checks_nothing_as_in_apex(level: str, scaling: Any, scale: float) -> None:
+    model, optimizer = started(linear(), sgd, level, loss_scale=scaling)
+    take_step(model, optimizer)
     assert not amp.step_was_skipped(optimizer)
     assert not torch.isfinite(model.weight).all()
-    assert amp.loss_scale() == 2.0
-
-
-def test_min_and_max_bound_the_scale() -> None:
-    model = linear()
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O2", min_loss_scale=2.0**14, max_loss_scale=2.0**15, verbosity=0
-    )
-    assert amp.loss_scale() == 2.0**15
-    for _ in range(3):
-        overflow(model, optimizer)
-        optimizer.step()
-    assert amp.loss_scale() == 2.0**14
+    assert amp.loss_scale() == scale
 
 
 @pytest.mark.parametrize(
@@ -297,21 +280,18 @@ def test_min_and_max_bound_the_scale() -> None:
         ({"init": 65536.0}, 20),
         ({"init": 4.0}, 6),  # at 4, 2, 1, and the third below that
         ({"init": 65536.0, "overflow_patience": 200, "min": 2.0}, None),
+        ({"mode": "static", "init": 8, "check": True, "overflow_patience": 3}, 3),
     ],
 )
 def test_overflows_without_end_are_pointed_out_once(
     scaling: dict[str, Any], first_warning: int | None
 ) -> None:
-    model = linear()
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O2", loss_scale=scaling, verbosity=0
-    )
+    model, optimizer = started(linear(), sgd, "O2", loss_scale=scaling)
     warned_at = []
     for step in range(1, 121):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            overflow(model, optimizer)
-            optimizer.step()
+            take_step(model, optimizer)
         if caught:
             assert issubclass(caught[0].category, amp.AmpWarning)
             assert "amp.diagnose(model, optimizer)" in str(caught[0].message)
@@ -322,20 +302,15 @@ def test_overflows_without_end_are_pointed_out_once(
 
 
 def test_a_good_step_resets_the_patience() -> None:
-    model = linear()
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O2", loss_scale={"init": 1.0, "overflow_patience": 3}, verbosity=0
-    )
+    model, optimizer = started(linear(), sgd, "O2", loss_scale={"init": 1.0, "overflow_patience": 3})
     for factor in (math.inf, math.inf, 1.0) * 4:  # a warning would be an error here
         optimizer.zero_grad()
-        overflow(model, optimizer, factor)
-        optimizer.step()
+        take_step(model, optimizer, factor)
 
 
 @pytest.mark.filterwarnings("ignore:the loss is in float16", "ignore:an amp.scale_loss block has ended")
 def test_loss_dtypes() -> None:
-    model = linear()
-    model, optimizer = initialize(model, sgd(model), "O2")
+    _model, optimizer = started(linear(), sgd, "O2")
     for dtype, expected in (
         (torch.float16, torch.float32),
         (torch.bfloat16, torch.float32),
@@ -364,10 +339,7 @@ def test_the_default_dtype_is_not_the_scalers(dtype: torch.dtype) -> None:
 
 
 def test_a_warning_that_is_an_error_does_not_keep_a_session_open() -> None:
-    model = linear()
-    model, optimizer = initialize(
-        model, sgd(model), "O1", verbosity=0, loss_scale={"init": 1, "overflow_patience": 1}
-    )
+    model, optimizer = started(linear(), sgd, "O1", loss_scale={"init": 1, "overflow_patience": 1})
     original = torch.nn.functional.linear.__wrapped__
     overflow(model, optimizer)
     with pytest.raises(amp.AmpWarning, match="1 overflows in a row"):
@@ -432,45 +404,19 @@ def test_a_bad_batch_does_not_reach_the_weights(caplog: pytest.LogCaptureFixture
             caplog.clear()
 
 
-@pytest.mark.parametrize("scaling", [1.0, {"mode": "static", "init": 1, "check": False}])
-def test_a_number_or_check_false_checks_nothing(scaling: Any) -> None:
-    model = linear()
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O5", loss_scale=scaling)
-    overflow(model, optimizer)
-    optimizer.step()
-    assert not torch.isfinite(model.weight).all()
-
-
-def test_endless_overflows_without_a_scale_warn() -> None:
-    model = linear()
-    scaling = {"mode": "static", "init": 8, "check": True, "overflow_patience": 3}
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level="O4", loss_scale=scaling, verbosity=0
-    )
-    for _ in range(2):
-        overflow(model, optimizer)
-        optimizer.step()
-    overflow(model, optimizer)
-    with pytest.warns(amp.AmpWarning, match="3 overflows in a row"):
-        optimizer.step()
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O4", "O5"])
 @pytest.mark.parametrize("protect", [True, False])
 def test_running_statistics_outlive_an_overflow(level: str, protect: bool) -> None:
-    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    loaded = {**model.state_dict(), "1.running_mean": torch.arange(4.0)}
-    model, optimizer = amp.initialize(
-        model, sgd(model), opt_level=level, protect_buffers=protect, verbosity=0
-    )
+    made = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    loaded = {**made.state_dict(), "1.running_mean": torch.arange(4.0)}
+    model, optimizer = started(made, sgd, level, protect_buffers=protect)
     model.load_state_dict(loaded)
     copied = copy.deepcopy(model)
     for i in range(4):
         x = torch.randn(8, 4)
         if i in (0, 2):
             x[3] = math.inf
-        with amp.scale_loss(model(x).sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(x).sum(), optimizer)
         if i == 0 and protect:
             assert torch.equal(model[1].running_mean.float(), torch.arange(4.0))
         optimizer.step()
@@ -483,8 +429,7 @@ def test_running_statistics_outlive_an_overflow(level: str, protect: bool) -> No
 
 
 def test_repaired_statistics_do_not_touch_a_graph() -> None:
-    model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    model, optimizer = amp.initialize(model, sgd(model), opt_level="O4", verbosity=0)
+    model, optimizer = started(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), sgd, "O4")
     model[1].eval()
     loss = model(torch.ones(2, 4)).sum()
     for _ in range(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 from typing import Any, NamedTuple
 
 import pytest
@@ -20,11 +19,13 @@ from amp.kernels.rule import Origin
 from amp.kernels.split import decode, encode, join_reference, split_reference
 from amp.kernels.stepping import step
 from amp.numerics.memory import footprint
-from amp.optimizers import FusedAdam, FusedLAMB, FusedLion, FusedSGD
+from amp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
 from amp.optimizers.state_dicts import pack_moments, unpack_moments
 from tests.covering import covering
 from tests.kernels.numbers_of import numbers_of
 from tests.living import Living, tensors_in
+from tests.models import Wrapper, started, step_on
+from tests.states import assert_same, load, saved_of, through_a_file
 
 SMALL: dict[str, Any] = {"master_weights": "split24", "state_dtype": "packed16"}
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -40,24 +41,16 @@ def build(level: str = "O5", cls: Any = FusedAdam, **options: Any) -> tuple[Any,
     return amp.initialize(model, optimizer, opt_level=level, verbosity=0, **chosen)
 
 
-def train(model: Any, optimizer: Any, steps: range) -> None:
+def train(model: Any, optimizer: Any, steps: range, set_to_none: bool = True) -> None:
     for i in steps:
         x = torch.randn(16, 8, generator=torch.Generator().manual_seed(i))
-        with amp.scale_loss(model(x).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_on(model(x).square().mean(), optimizer)
+        optimizer.zero_grad(set_to_none=set_to_none)
 
 
 def all_of(model: Any, optimizer: Any) -> dict[str, Tensor]:
     states = optimizer.state_dict()["state"]
     return model.state_dict() | {f"{i}.{k}": v for i, own in states.items() for k, v in own.items()}
-
-
-def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
 
 
 # The formats.
@@ -174,9 +167,7 @@ def trained_alone(lr: float, steps: int, **options: Any) -> Tensor:
     layer = nn.Linear(1, 4096, bias=False)
     with torch.no_grad():
         layer.weight.copy_(start[:, None])
-    model, optimizer = amp.initialize(
-        layer, FusedSGD(layer.parameters(), lr=lr), opt_level="O5", verbosity=0, **options
-    )
+    model, optimizer = started(layer, lambda p: FusedSGD(p, lr=lr), "O5", **options)
     for _ in range(steps):
         model.weight.grad = torch.ones_like(model.weight)
         optimizer.step()
@@ -216,22 +207,30 @@ def test_weights_stay_beside_those_of_fp32_state(level: str, options: dict[str, 
         assert float(off) < 0.25 * float(way), name
 
 
-@pytest.mark.parametrize("cls", [FusedAdam, FusedLAMB, FusedLion, FusedSGD])
-@pytest.mark.parametrize("level", ["O2", "O5"])
-def test_a_resumed_run_goes_on_bit_for_bit(level: str, cls: Any) -> None:
-    model, optimizer = build(level, cls)
-    train(model, optimizer, range(4))
-    stream = io.BytesIO()
-    torch.save([model.state_dict(), optimizer.state_dict(), amp.state_dict()], stream)
-    train(model, optimizer, range(4, 8))
-    expected = all_of(model, optimizer)
-    stream.seek(0)
-    saved = torch.load(stream, weights_only=True)
-    other, resumed = build(level, cls)
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    train(other, resumed, range(4, 8))
-    assert_same(all_of(other, resumed), expected)
+IN_BFLOAT16 = {"master_weights": None, "state_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(
+    ("level", "cls", "options"),
+    [
+        *((x, cls, {}) for x in ("O2", "O5") for cls in (FusedAdam, FusedLAMB, FusedLion, FusedSGD)),
+        *((x, cls, IN_BFLOAT16) for x in ("O0", "O2", "O5") for cls in (FusedAdam, FusedSGD)),
+        *(("O2", cls, IN_BFLOAT16) for cls in (FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_for_bit(
+    level: str, cls: Any, options: dict[str, Any], set_to_none: bool
+) -> None:
+    """However gradients are cleared."""
+    model, optimizer = build(level, cls, **options)
+    train(model, optimizer, range(4), set_to_none)
+    saved = through_a_file(saved_of(model, optimizer))
+    train(model, optimizer, range(4, 8), set_to_none)
+    other, resumed = build(level, cls, **options)
+    load(saved, other, resumed)
+    train(other, resumed, range(4, 8), not set_to_none)
+    assert_same(all_of(other, resumed), all_of(model, optimizer))
 
 
 @pytest.mark.parametrize("masters", ["split24", True])
@@ -243,13 +242,12 @@ def test_a_resumed_run_of_channels_last_weights_goes_on_bit_for_bit(
     if reference:
         monkeypatch.setenv("AMP_KERNELS", "reference")
 
-    def build_one() -> tuple[Any, Any]:
+    def build_one() -> Any:
         torch.manual_seed(0)
         model: Any = nn.Conv2d(3, 8, 3, bias=False)
         model = model.to(memory_format=torch.channels_last)
-        optimizer = FusedAdam(model.parameters(), lr=1e-2)
         options: dict[str, Any] = {**SMALL, "master_weights": masters, "loss_scale": 1.0}
-        return amp.initialize(model, optimizer, opt_level="O5", verbosity=0, **options)
+        return started(model, lambda p: FusedAdam(p, lr=1e-2), "O5", **options)
 
     def steps(model: Any, optimizer: Any, count: int) -> None:
         for _ in range(count):
@@ -323,21 +321,15 @@ def test_a_skipped_step_changes_nothing() -> None:
     model, optimizer = build("O2", loss_scale="dynamic")
     train(model, optimizer, range(2))
     before = copy.deepcopy(all_of(model, optimizer))
-    with amp.scale_loss(model(torch.full((4, 8), 60000.0)).float().square().sum(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
+    step_on(model(torch.full((4, 8), 60000.0)).float().square().sum(), optimizer)
     after = {k: v for k, v in all_of(model, optimizer).items() if "running" not in k and "num" not in k}
     assert_same(after, {k: before[k] for k in after})
 
 
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_five_bytes_a_parameter_are_kept_and_gradients_take_two_more(level: str) -> None:
-    layer = nn.Linear(64, 64, bias=False)
-    optimizer = FusedAdam(layer.parameters())
-    model, optimizer = amp.initialize(layer, optimizer, opt_level=level, verbosity=0, **SMALL)
-    with amp.scale_loss(model(torch.randn(4, 64)).square().mean(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
+    model, optimizer = started(nn.Linear(64, 64, bias=False), FusedAdam, level, **SMALL)
+    step_on(model(torch.randn(4, 64)).square().mean(), optimizer)
     lows = amp.get_session(optimizer).masters.low_halves(optimizer.param_groups[0]["params"]) or []
     (state,) = optimizer.state.values()
     kept = [model.weight, *lows, *(x for x in state.values() if x.dim())]
@@ -360,14 +352,6 @@ def test_random_bits_go_by_the_name_of_a_parameter() -> None:
     for name in ("first", "other"):
         assert torch.equal(moments[0][name], moments[1][name])
     assert not torch.equal(moments[0]["first"], moments[0]["other"])
-
-
-class Wrapper(nn.Module):
-    """As DDP and DataParallel: the wrapped model is `module`."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
 
 
 @pytest.mark.parametrize("in_session", [True, False])

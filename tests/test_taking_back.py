@@ -13,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import amp
 from amp import active
 from amp.training.attached_optimizer import AttachedOptimizer
-from tests.interrupting import Interrupter, every_nth_line
+from tests.interrupting import Interrupter, every_nth_line, interrupt
+from tests.models import run_backward
+from tests.states import assert_same
 
 LEVELS: dict[str, dict[str, Any]] = {
     "O1": {},
@@ -67,13 +69,6 @@ def values(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     return found
 
 
-def assert_same(now: dict[str, Tensor], before: dict[str, Tensor]) -> None:
-    assert now.keys() == before.keys()
-    for name, tensor in now.items():
-        assert tensor.dtype is before[name].dtype, name
-        assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), name
-
-
 class RefusedError(Exception):
     """What a handler of the user's raises."""
 
@@ -109,7 +104,7 @@ def test_a_log_handler_that_raises_leaves_nothing_changed(level: str) -> None:
         logger.removeHandler(handler)
         logger.setLevel(level_before)
     assert outlook(model, optimizer) == before
-    assert_same(values(model, optimizer), was)
+    assert_same(values(model, optimizer), was, equal_nan=True)
     assert AttachedOptimizer.of(optimizer) is None
     assert active.session_of(model) is None
 
@@ -134,7 +129,7 @@ def test_no_memory_for_the_last_cast_leaves_nothing_changed(
         amp.initialize(model, made, opt_level="O3", verbosity=0, **options)
     monkeypatch.undo()
     assert outlook(model, made) == before
-    assert_same(values(model, made), was)
+    assert_same(values(model, made), was, equal_nan=True)
     model, made = amp.initialize(model, made, opt_level="O2", verbosity=0)
 
 
@@ -180,8 +175,7 @@ def begin(level: str) -> tuple[nn.Module, Any]:
     amp.initialize(model, made, opt_level=level[:2], verbosity=0, **options)
     for seed in range(2):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
-        with amp.scale_loss(model(x).float().square().mean(), made) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(x).float().square().mean(), made)
         if not seed:
             made.step()
             made.zero_grad()
@@ -204,7 +198,7 @@ def test_a_close_that_runs_out_of_memory_can_be_repeated_and_loses_nothing(
         assert outlook(model, optimizer)[1] == seen[1]  # functions of the whole process
         if memory.was_met:
             amp.get_session(optimizer).close()
-        assert_same(all_of(model, optimizer), expected)
+        assert_same(all_of(model, optimizer), expected, equal_nan=True)
         assert outlook(model, optimizer)[:3] == seen[:3]
         if not memory.was_met:
             break
@@ -225,7 +219,7 @@ def test_an_initialize_that_runs_out_of_memory_leaves_nothing_changed(level: str
                 amp.initialize(model, made, opt_level=level[:2], verbosity=0, **options)
         except torch.OutOfMemoryError:
             assert outlook(model, made) == before
-            assert_same(all_of(model, made), was)
+            assert_same(all_of(model, made), was, equal_nan=True)
             amp.initialize(model, made, opt_level=level[:2], verbosity=0, **options)
         amp.get_session(made).close()
         if not memory.was_met:
@@ -302,15 +296,15 @@ def test_an_initialize_that_was_interrupted_at_its_end_is_undone_or_can_be_close
     def run(at: int) -> tuple[Interrupter, bool]:
         model, optimizer = make()
         before, was = outlook(model, optimizer), values(model, optimizer)
-        interrupter = Interrupter(at)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        interrupter = interrupt(
+            at, lambda: amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+        )
         is_whole = AttachedOptimizer.of(optimizer) is not None
         if is_whole:
             assert amp.get_session(optimizer) is amp.get_session(), interrupter.place
             amp.get_session(optimizer).close()
         assert outlook(model, optimizer)[:3] == before[:3], interrupter.place
-        assert_same(values(model, optimizer), was)
+        assert_same(values(model, optimizer), was, equal_nan=True)
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
         amp.get_session(optimizer).close()
         return interrupter, is_whole
@@ -331,11 +325,8 @@ def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
             model, optimizer, opt_level=level[:2], verbosity=0, **LEVELS[level]
         )
         session = amp.get_session(optimizer)
-        with amp.scale_loss(model(torch.randn(4, 16)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        interrupter = Interrupter(at)
-        with interrupter.active(), suppress(KeyboardInterrupt):
-            session.close()
+        run_backward(model(torch.randn(4, 16)).square().mean(), optimizer)
+        interrupter = interrupt(at, session.close)
         session.close()
         grads = {f"grad {i}": p.grad for i, p in enumerate(model.parameters()) if p.grad is not None}
         return interrupter, before, values(model, optimizer) | grads, outlook(model, optimizer)
@@ -349,4 +340,4 @@ def test_an_interrupted_close_can_be_repeated(level: str, every: int) -> None:
         assert after[:3] == before[:3], interrupter.place
         assert after[-1] == before[-1], interrupter.place
         assert after[3] == after[4], interrupter.place
-        assert_same(found, expected)
+        assert_same(found, expected, equal_nan=True)

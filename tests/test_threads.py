@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import amp
 from amp import active
 from tests.covering import covering
+from tests.states import assert_same
 
 STEPS = int(os.environ.get("AMP_THREAD_STEPS", "4"))
 PAIRS = [("O1", "O4"), ("O1", "O0"), ("O1", "O2"), ("O2", "O5"), ("O4", "O6"), ("O4", "O0")]
@@ -115,11 +116,6 @@ class Training:
         }
 
 
-def assert_equal(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in expected.items():
-        assert torch.equal(got[name], value), name
-
-
 @functools.cache
 def alone(
     level: str, seed: int, checkpoints: bool | None = None
@@ -179,7 +175,7 @@ def test_two_threads_train_as_each_does_alone(levels: tuple[str, str], opened: s
     for training, (result, outside) in zip(trainings, expected, strict=True):
         assert training.outside == outside
         training.session.close()
-        assert_equal(training.result(), result)
+        assert_same(training.result(), result)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +202,7 @@ def test_a_forward_goes_on_as_it_began_while_another_thread_trains(
     for training, (result, outside) in zip((first, second), expected, strict=True):
         assert training.outside == outside
         training.session.close()
-        assert_equal(training.result(), result)
+        assert_same(training.result(), result)
 
 
 def test_a_thread_casts_as_the_session_whose_model_it_called_last() -> None:
@@ -312,7 +308,7 @@ def test_a_forward_that_fails_leaves_the_cache_to_others() -> None:
     for seed, training in enumerate((first, second)):
         training.run()
         training.session.close()
-        assert_equal(training.result(), alone(training.level, seed)[0])
+        assert_same(training.result(), alone(training.level, seed)[0])
 
 
 def test_a_model_runs_as_ever_while_another_thread_copies_it() -> None:

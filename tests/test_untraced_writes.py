@@ -22,6 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 import amp
 from tests import training
 from tests.covering import covering
+from tests.models import run_backward
 from tests.test_fork import in_fork
 from tests.training import (
     FUSED,
@@ -213,11 +214,7 @@ def test_a_search_along_a_line_goes_on_from_what_its_closure_writes() -> None:
                 p.data.clamp_(-0.2, 0.2)
             optimizer.zero_grad()
             loss = (model(x).float() - y).square().mean()
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, optimizer) as scaled_loss:
-                    scaled_loss.backward()
+            run_backward(loss, None if level is None else optimizer)
             return loss
 
         for _ in range(3):
@@ -232,9 +229,7 @@ def test_a_search_along_a_line_goes_on_from_what_its_closure_writes() -> None:
 @pytest.mark.parametrize(
     ("when", "level", "optimizer"),
     covering(
-        TIMES_OF_A_SKIPPED_STEP,
-        ["O2", "O5", "O5 kahan"],
-        ["AdamW", "AdamW, fused", "SGD", "FusedAdam"],
+        TIMES_OF_A_SKIPPED_STEP, ["O2", "O5", "O5 kahan"], ["AdamW", "AdamW, fused", "SGD", "FusedAdam"]
     ),
 )
 def test_a_step_that_is_skipped_takes_no_write_back(when: Any, level: str, optimizer: str) -> None:
@@ -468,12 +463,11 @@ def test_weights_that_are_taken_back_have_their_low_bits(optimizer: str, level: 
             backup = [p.detach().clone() for p in t.parameters]
             for p in t.parameters:
                 p.data.mul_(0.5)
-            if look == "a state dict":
-                assert all(map(torch.equal, t.state, [p.detach().float() for p in t.parameters]))
-            elif look == "a copy":
-                copy.deepcopy(t.model)
-            elif look == "an evaluation":
+            if look == "an evaluation":
                 t.evaluate()
+            else:
+                found = in_a_state_dict(t) if look == "a state dict" else in_a_deep_copy(t)
+                assert all(map(torch.equal, found, [p.detach().float() for p in t.parameters]))
             for p, value in zip(t.parameters, backup, strict=True):
                 p.data.copy_(value)
         ends.append(training.vector(t.state))
@@ -587,21 +581,14 @@ def test_a_training_goes_on_from_fp32_values_that_were_assigned(level: str, opti
     assert torch.equal(trained(True), trained(False))
 
 
-@pytest.mark.parametrize("end", ["close", "a copy", "an average"])
+@pytest.mark.parametrize("place", [after_close, in_a_deep_copy, in_an_average])
 @pytest.mark.parametrize("level", ["O2", "O5", "O5 split16"])
-def test_fp32_values_that_were_assigned_are_in_copies_and_after_close(level: str, end: str) -> None:
+def test_fp32_values_that_were_assigned_are_in_copies_and_after_close(level: str, place: Any) -> None:
     t = Training(level, "FusedAdam")
     t.iterate(2)
     values = [0.75 * value for value in t.state]
     assigned(t, values)
-    if end == "close":
-        amp.get_session(t.optimizer).close()
-        found = t.parameters
-    elif end == "a copy":
-        found = list(copy.deepcopy(t.model).parameters())
-    else:
-        found = list(AveragedModel(t.model).module.parameters())
-    assert all(map(torch.equal, [p.detach() for p in found], values))
+    assert all(map(torch.equal, place(t), values))
 
 
 # What writes to weights in a forward.
@@ -633,11 +620,7 @@ def test_rows_of_an_embedding_that_its_forward_shortens_stay_short(level: str, o
         for _ in range(5):
             made.zero_grad()
             loss = (model(x).float() - y).square().sum(1).mean()
-            if level is None:
-                loss.backward()
-            else:
-                with amp.scale_loss(loss, made) as scaled_loss:
-                    scaled_loss.backward()
+            run_backward(loss, None if level is None else made)
             made.step()
         model(x)
         return training.vector(model.state_dict().values())

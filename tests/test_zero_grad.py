@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import amp
 from amp.optimizers import FusedAdam, FusedSGD
 from tests.covering import covering
 from tests.levels import LEVELS
+from tests.models import run_backward, sgd, started, step_on
 
 
 class Heads(nn.Module):
@@ -31,12 +34,7 @@ def train(model: Any, optimizer: Any, in_session: bool) -> list[torch.Tensor]:
     """Train two heads in turn, so that one has no gradient in each step, and return the weights."""
     for i in range(8):
         optimizer.zero_grad()
-        loss = model([i % 2]).float().pow(2).mean()
-        if in_session:
-            with amp.scale_loss(loss, optimizer) as scaled_loss:
-                scaled_loss.backward()
-        else:
-            loss.backward()
+        run_backward(model([i % 2]).float().pow(2).mean(), optimizer if in_session else None)
         optimizer.step()
     return [p.detach().float() for p in model.parameters()]
 
@@ -44,34 +42,35 @@ def train(model: Any, optimizer: Any, in_session: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_head_without_a_gradient_is_not_moved_by_its_momentum(level: str) -> None:
     plain = Heads()
-    expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), False)
-    model: Any = Heads()
-    optimizer = FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
-    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale=1.0)
-    for p, e in zip(train(model, optimizer, True), expected, strict=True):
-        torch.testing.assert_close(p, e, rtol=2e-2, atol=2e-2)
+    expected = train(plain, sgd(plain), False)
+    make = functools.partial(FusedSGD, lr=0.1, momentum=0.9)
+    model, optimizer = started(Heads(), make, level, loss_scale=1.0)
+    torch.testing.assert_close(train(model, optimizer, True), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("optimizer_class", [FusedAdam, FusedSGD])
-@pytest.mark.parametrize("given", [{}, {"set_to_none": None}, {"set_to_none": True}])
+@pytest.mark.parametrize(
+    ("clear", "is_none"),
+    [
+        (lambda optimizer: optimizer.zero_grad(), False),
+        (lambda optimizer: optimizer.zero_grad(False), False),
+        (lambda optimizer: optimizer.zero_grad(True), True),
+        (lambda optimizer: optimizer.zero_grad(set_to_none=None), False),
+        (lambda optimizer: optimizer.zero_grad(set_to_none=True), True),
+    ],
+)
 def test_an_optimizer_that_was_made_to_write_zeros_writes_them(
-    level: str, optimizer_class: Any, given: dict[str, Any]
+    level: str, optimizer_class: Any, clear: Callable[[Any], None], is_none: bool
 ) -> None:
-    model: Any = Heads()
-    made = optimizer_class(model.parameters(), lr=0.1, set_grad_none=False)
-    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, loss_scale=1.0)
+    make = functools.partial(optimizer_class, lr=0.1, set_grad_none=False)
+    model, optimizer = started(Heads(), make, level, loss_scale=1.0)
     for _ in range(2):
-        with amp.scale_loss(model([0, 1]).float().sum(), optimizer) as scaled_loss:
-            scaled_loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(**given)
-        for grad in [p.grad for p in model.parameters()]:
-            if given.get("set_to_none"):
-                assert grad is None
-            else:
-                assert grad is not None
-                assert not grad.any()
+        step_on(model([0, 1]).float().sum(), optimizer)
+        clear(optimizer)
+        grads = [p.grad for p in model.parameters()]
+        assert [grad is None for grad in grads] == [is_none] * len(grads)
+        assert is_none or not any(grad.any() for grad in grads)
 
 
 CLEARS = {
@@ -99,16 +98,13 @@ def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
     more |= {"a scale of 1": {"loss_scale": 1.0}, "split16": {"master_weights": "split16"}}.get(
         what, {}
     )
-    model: Any = Heads()
-    made = optimizer_class(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, **more)
+    model, optimizer = started(Heads(), lambda p: optimizer_class(p, lr=0.1), level, **more)
     clear = CLEARS[clears]
 
     def loss(which: list[int]) -> torch.Tensor:
         return 3 * model(which).float().sum()
 
-    with amp.scale_loss(loss([0, 1]), optimizer) as scaled_loss:
-        scaled_loss.backward()
+    run_backward(loss([0, 1]), optimizer)
     is_delayed = when == "after a delay"
     with amp.scale_loss(loss([1]), optimizer, delay_unscale=is_delayed) as scaled_loss:
         if when == "before backward":
@@ -118,8 +114,7 @@ def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
             clear(model)
     if is_delayed:
         clear(model)
-        with amp.scale_loss(loss([1]), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss([1]), optimizer)
     grads = [p.grad for p in amp.master_params(optimizer)]
     found = [None if grad is None else float(grad.abs().max()) for grad in grads]
     nothing = None if clears != "zeros" else 0.0
@@ -129,13 +124,10 @@ def test_the_model_clears_gradients_of_earlier_blocks_inside_of_a_block(
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O5"])
 def test_compiled_code_clears_the_models_gradients(level: str) -> None:
-    model: Any = nn.Linear(8, 1)
-    made = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer = amp.initialize(model, made, opt_level=level, verbosity=0, loss_scale=1.0)
+    model, optimizer = started(nn.Linear(8, 1), sgd, level, loss_scale=1.0)
     clear = torch.compile(lambda: model.zero_grad(), backend="eager")
     for _ in range(3):
-        with amp.scale_loss(model(torch.ones(4, 8)).float().mean(), optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(model(torch.ones(4, 8)).float().mean(), optimizer)
         assert model.weight.grad.float().max().item() == pytest.approx(1.0)
         optimizer.step()
         clear()

@@ -17,14 +17,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import amp
-from amp.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedLion,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from amp.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedLion, FusedNovoGrad, FusedSGD
+from tests.models import run_backward
 
 Way = Literal["unseen", "seen", "lost"]
 WIDTH = 16
@@ -56,11 +50,7 @@ FUSED: dict[str, Any] = {
     "FusedAdagrad": lambda p: FusedAdagrad(p, **_ADAGRAD),
 }
 OPTIMIZERS = TORCHS | FUSED
-TORCHS_FOR = {
-    "FusedAdam": "AdamW",
-    "FusedSGD": "SGD",
-    "FusedAdagrad": "Adagrad",
-}
+TORCHS_FOR = {"FusedAdam": "AdamW", "FusedSGD": "SGD", "FusedAdagrad": "Adagrad"}
 """Whose steps are the same in FP32; the others are compared with themselves, without amp."""
 IN_FP32 = OPTIMIZERS | {"Adagrad": lambda p: torch.optim.Adagrad(p, **_ADAGRAD)}
 
@@ -141,11 +131,7 @@ class Training:
         return loss
 
     def backward_of(self, loss: Tensor) -> None:
-        if self.level is None:
-            loss.backward()
-            return
-        with amp.scale_loss(loss, self.optimizer) as scaled_loss:
-            scaled_loss.backward()
+        run_backward(loss, None if self.level is None else self.optimizer)
 
     def tasks(self) -> list[Tensor]:
         """Return two losses, each of a forward of its own, which reach the parameters `trained`."""
@@ -350,11 +336,7 @@ TIMES_WITH_A_CLOSURE = (
     *(in_a_closure, first_in_a_closure),
     *(in_a_hook_before_a_step_with_a_closure, in_a_hook_after_a_step_with_a_closure),
 )
-TIMES_OF_A_SKIPPED_STEP = (
-    before_a_skipped_step,
-    after_a_skipped_step,
-    between_block_and_skipped_step,
-)
+TIMES_OF_A_SKIPPED_STEP = (before_a_skipped_step, after_a_skipped_step, between_block_and_skipped_step)
 
 
 @functools.cache

@@ -41,10 +41,8 @@ def sgd(
         g = added(g, decay, p)
     if m is None:
         return (p - lr * g,)
-    m = g if t == 1 else momentum * m + (1 - group["dampening"]) * g
-    if group["nesterov"]:
-        return p - lr * g - lr * momentum * m, m
-    return p - lr * m, m
+    new = g if t == 1 else momentum * m + (1 - group["dampening"]) * g
+    return p - lr * g - lr * momentum * new if group["nesterov"] else p - lr * new, new
 
 
 def adagrad(group: Group, t: int, norm: Norm, p: Tensor, g: Tensor, s: Tensor) -> tuple[Tensor, ...]:
