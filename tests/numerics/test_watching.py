@@ -63,7 +63,8 @@ def test_the_loss_scale_is_taken_out_and_bad_numbers_are_counted() -> None:
     for level, optimizer_class in (("O0", torch.optim.SGD), ("O2", FusedAdam), ("O1", torch.optim.SGD)):
         model = Net()
         optimizer = optimizer_class(model.parameters(), lr=0.0)
-        with amp.Session(level, loss_scale={"init": 2**10}, verbosity=0) as session:
+        scale: Any = 1.0 if level == "O0" else {"init": 2**10}
+        with amp.Session(level, loss_scale=scale, verbosity=0) as session:
             session.initialize(model, optimizer)
             with watch(model, optimizer=optimizer) as seen:
                 for bad in (1.0, math.inf):
