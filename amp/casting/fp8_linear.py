@@ -243,7 +243,7 @@ class Layer(NamedTuple):
         def quantized() -> Quantized:
             return self.quantize(weight.detach(), WEIGHT, by_row=True, by_column=by_column, sees=sees)
 
-        # Only in training, so that an evaluation on other weights takes these and leaves nothing.
+        # An evaluation may run on other weights, written through `.data`: it takes and leaves none.
         if self.kept is None or not sees or torch.compiler.is_compiling():
             return quantized()
         stream = stream_of(weight.device)
