@@ -124,6 +124,7 @@ def test_ctrl_c_prints_what_was_found_so_far(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # ignored in background jobs
     ) as process:
         while not (tmp_path / "stepped").exists() and process.poll() is None:
             time.sleep(0.1)
