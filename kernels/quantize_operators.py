@@ -3,7 +3,7 @@
 Dynamo cannot trace what launches a kernel. Without an operator it traces the formulas, and Inductor
 makes kernels of them. Where a tensor or a block has one scale, these are more launches, and more reads
 of the matrix: Inductor writes the matrix and its transpose in a kernel each. Where each row has one,
-Inductor reads the matrix once and the kernels here read it twice, so formulas remain.
+they are fewer, for the kernels here find the amaxes of rows in a launch of its own: formulas remain.
 
 An operator runs the kernels of code that is not compiled. It looks at the address of its matrix when it
 runs, and computes the formulas if that is not aligned.
