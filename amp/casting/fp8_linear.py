@@ -81,16 +81,17 @@ class KeptWeight:
     """A module's weight in FP8 or FP4, for the other forwards of a step."""
 
     def __init__(self) -> None:
-        # One attribute, which threads write: what must be the same, and the quantized weight.
-        self._last: tuple[Any, Quantized] | None = None
+        # One attribute, which threads write: the weight, its key, and the quantized weight.
+        self._last: tuple[weakref.ref[Tensor], Any, Quantized] | None = None
 
     def of(self, key: Any, weight: Tensor, quantize_weight: Callable[[], Quantized]) -> Quantized:
         """Return the quantized weight, from the last call if that had the same tensor and key."""
-        last = self._last
-        if last is not None and last[0][0]() is weight and last[0][1:] == key:
-            return last[1]
+        if (last := self._last) is not None:
+            of, known, found = last
+            if of() is weight and known == key:
+                return found
         found = quantize_weight()
-        self._last = (weakref.ref(weight), *key), found
+        self._last = weakref.ref(weight), key, found
         return found
 
 
