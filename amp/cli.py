@@ -112,8 +112,8 @@ def _hint(command: str | None, given: Sequence[str], unknown: str) -> str:
     """Return what to write instead of an argument that a command does not know, or an empty text."""
     if "--levels" in given and not unknown.startswith("-"):
         return "; levels are separated by commas, as in --levels O2,O4"
-    if command == "explain" and not unknown.startswith("-"):
-        return f"; a script is given as --script {unknown}"
+    if command == "explain":
+        return "; call amp.explain(model, batch, op) in a script, to see where it runs"
     return "; arguments of the script come after --" if _takes_a_script(command) else ""
 
 

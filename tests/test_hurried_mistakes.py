@@ -415,7 +415,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
             ["compare", "x.py", "--levels", "O2", "O4"],
             "levels are separated by commas, as in --levels O2",
         ),
-        (["explain", "exp", "train.py"], "a script is given as --script train.py"),
+        (["explain", "exp", "--script", "train.py"], "call amp.explain(model, batch, op) in a script"),
         (["compare", ".", "--steps", "1"], "'.' is a folder without __main__.py: give a script in it"),
         (["compare", "x.py", "--seed", "-1"], "seed=-1 must be from 0 to 2**64 - 1"),
     ],

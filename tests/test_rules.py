@@ -729,6 +729,11 @@ def test_explain_points_at_the_very_line(capsys: pytest.CaptureFixture[str]) -> 
     assert "logsumexp" in tables.read_text().splitlines()[line - 1]
 
 
+def test_the_page_on_ops_shows_what_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[1] / "docs/ops.md").read_text()
+    assert explain(capsys, "torch.softmax").splitlines()[0] in page
+
+
 def test_explain_knows_a_users_rules(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = profile(tmp_path, "extends: O1\nrules:\n  - {op: torch.mm, cast: float32}\n")
     assert f"runs in float32, and so does all that it calls (cast, {path}:3)" in explain(

@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
 
 from amp.casting.policy import load_policy
 from amp.diagnosis.findings import rule_for, short_path, without_number
-from amp.diagnosis.places import Place, session_of
+from amp.diagnosis.places import Place
 from amp.dtypes import dtype_name
 from amp.profiles.properties import Properties
 
@@ -78,12 +77,6 @@ def filled(dtype: torch.dtype) -> str:
         "Give a mask of bools, and fill in the least number of the format in the place of -inf, as by\n"
         f"scores.masked_fill(mask, {least}): tried in FP64, the result is finite."
     )
-
-
-def properties_of(models: Iterable[nn.Module]) -> Properties | None:
-    """Return the properties of the first of the models that has a session, or None."""
-    session = next(filter(None, map(session_of, models)), None)
-    return None if session is None else session.properties
 
 
 def with_range(properties: Properties | None) -> str:

@@ -7,6 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 
+def first_line(error: BaseException) -> str:
+    """Return the class and the first line of an error."""
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {line}".removesuffix(": ")
+
+
 class Unfollowed:
     """Counts what a watch could not follow, because its own code has raised an error.
 
@@ -20,8 +26,7 @@ class Unfollowed:
 
     def note(self, error: Exception) -> None:
         """Count an error."""
-        line = str(error).strip().partition("\n")[0]
-        self.first = self.first or f"{type(error).__name__}: {line}".removesuffix(": ")
+        self.first = self.first or first_line(error)
         self.count += 1
 
     def __str__(self) -> str:

@@ -31,7 +31,6 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 
 from amp.casting.by_model import CastModel
 from amp.casting.cast_hooks import positional_names
-from amp.diagnosis.advice import properties_of
 from amp.diagnosis.findings import short_path
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.ledger import Ledger
@@ -109,7 +108,8 @@ class Shadow(Observer):
         self.cast_buffers = cast_buffers_of(models)
         self.without_twin = 0
         self.unfollowed = Unfollowed() if unfollowed is None else unfollowed
-        self.properties = properties_of(models.values())
+        sessions = filter(None, map(session_of, models.values()))
+        self.properties = next((session.properties for session in sessions), None)
         self._places = Places(models, self)
         self._called: set[int] = set()  # the ids of the models whose first forward has begun
         self._in_fp8 = {name for name, x in modules_of(models).items() if "_amp_fp8" in vars(x)}
@@ -132,8 +132,9 @@ class Shadow(Observer):
             stack.enter_context(self._places)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))
-            stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
-            stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
+            begins, ends = (functools.partial(self._set_stepping, x) for x in (True, False))
+            stack.callback(register_optimizer_step_pre_hook(begins).remove)
+            stack.callback(register_optimizer_step_post_hook(ends).remove)
             self._open = stack.pop_all()
         return self
 
@@ -160,13 +161,8 @@ class Shadow(Observer):
         with torch.no_grad(), _disable_current_modes():
             note(*args)
 
-    @guarded
-    def _begin_step(self, *_: Any) -> None:
-        self._is_stepping = True
-
-    @guarded
-    def _end_step(self, *_: Any) -> None:
-        self._is_stepping = False
+    def _set_stepping(self, is_stepping: bool, *_: Any) -> None:
+        self._is_stepping = is_stepping
 
     @guarded
     def model_called(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

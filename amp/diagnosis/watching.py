@@ -17,7 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -103,11 +103,12 @@ class TrainingWatch(Training, Observer):
     Attributes:
         report: what was found so far.
         steps: how many steps the first optimizer has made.
+        tell: tells the user something before the report.
     """
 
     def __init__(self, at: Sequence[int] = AT) -> None:
         super().__init__()
-        self.unfollowed = Unfollowed()
+        self.unfollowed, self.tell = Unfollowed(), logger.warning
         self.report, self.steps = Report(unfollowed=self.unfollowed), 0
         self._at, self._due = set(at), sorted(at)
         self._first: int | None = None  # the id of the optimizer whose steps are counted
@@ -171,11 +172,6 @@ class TrainingWatch(Training, Observer):
         """The optimizers that have been through `initialize`."""
         return list(filter(None, map(AttachedOptimizer.of, self.optimizers)))
 
-    @property
-    def is_watching(self) -> bool:
-        """Whether a window is open, or is still to come."""
-        return bool(self._due) or self._shadow is not None
-
     # Windows.
 
     @guarded
@@ -236,10 +232,6 @@ class TrainingWatch(Training, Observer):
                 f"{steps} watched step{'s' * (steps > 1)}, about {seconds:.0f} s each, with "
                 f"{size / 2**30:.1f} GB more memory"
             )
-
-    def tell(self, text: str) -> None:
-        """Tell the user something before the report."""
-        logger.warning(text)
 
     def _restart(self) -> None:
         if self._is_empty:
@@ -529,11 +521,9 @@ def _of_unseen(first_steps: Iterable[Tensor]) -> list[Finding]:
 
 def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:
     """Whether an optimizer keeps what a weight has lost, as in Kahan's sums."""
-    if still.owned.kind == "moment":
-        return _COMPENSATION.search(still.owned.name) is not None
-    x = still.owned.tensor
-    states = [each.state[x] for each in optimizers if x is not None and x in each.state]
-    return any(_COMPENSATION.search(name) for state in states for name in state)
+    names, x = [still.owned.name] * (still.owned.kind == "moment"), cast(Tensor, still.owned.tensor)
+    names += [name for each in optimizers if x in each.state for name in each.state[x]]
+    return any(map(_COMPENSATION.search, names))
 
 
 @names_keywords

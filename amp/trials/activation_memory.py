@@ -46,18 +46,13 @@ class Activations:
         """Return the saved tensor."""
         return saved.tensor
 
-    def take(self, address: int, size: int) -> None:
-        """Count a storage, once for all nodes that save it."""
+    def count(self, address: int, size: int, more: int) -> None:
+        """Count one node more, or less, that saves a storage, whose bytes count once."""
         if address not in self._weights:
-            self._users[address] = self._users.get(address, 0) + 1
-            self._now += size if self._users[address] == 1 else 0
+            before = self._users.get(address, 0)
+            self._users[address] = after = before + more
+            self._now += size * ((after > 0) - (before > 0))
             self.most = max(self.most, self._now)
-
-    def let_go(self, address: int, size: int) -> None:
-        """Stop counting a storage after its last node has released it."""
-        if self._users.get(address, 0):
-            self._users[address] -= 1
-            self._now -= 0 if self._users[address] else size
 
 
 class _Saved:
@@ -67,7 +62,7 @@ class _Saved:
         self.tensor = tensor
         self._activations = activations
         self._memory = address_of(tensor), size_of([tensor])
-        activations.take(*self._memory)
+        activations.count(*self._memory, 1)
 
     def __del__(self) -> None:
-        self._activations.let_go(*self._memory)
+        self._activations.count(*self._memory, -1)

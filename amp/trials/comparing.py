@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from amp import active, frontend
+from amp.diagnosis.guard import first_line
 from amp.errors import (
     AmpError,
     AmpRuntimeError,
@@ -240,5 +241,4 @@ def _settled(run: Run, trial: Trial) -> tuple[Record, int]:
 
 def _short(error: Exception) -> str:
     """Return the first line of an error, with its class unless it is one of ours."""
-    line = str(error).partition("\n")[0]
-    return line if isinstance(error, AmpError) else f"{type(error).__name__}: {line}".removesuffix(": ")
+    return str(error).partition("\n")[0] if isinstance(error, AmpError) else first_line(error)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -72,10 +72,6 @@ class Explanation:
     def __str__(self) -> str:
         return "\n".join(map(str, self.calls))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the explanation as a dict for `json.dumps`."""
-        return asdict(self)
-
 
 def explain(
     model: nn.Module,
@@ -107,18 +103,17 @@ def explain(
             `opt_level` is missing, or is given for a model that has a level.
     """
     with a_forward(model, batch, opt_level, overrides, "amp.explain") as (session, replay):
-        return chosen(explained(session, replay.run()[0]), op, module)
+        return _chosen(_explained(session, replay.run()[0]), op, module)
 
 
-def explained(session: Session | None, shadow: Shadow) -> Explanation:
-    """Explain all calls of the forwards that a shadow has seen, in a session or without one."""
+def _explained(session: Session, shadow: Shadow) -> Explanation:
+    """Explain all calls of the forwards that a shadow has seen."""
     counts = Counter(map(_Explainer(session, shadow).explained, shadow.ledger.calls))
     calls = tuple(replace(call, count=count) for call, count in counts.items())
-    level = session.properties.opt_level if session is not None else "no level"
-    return Explanation(str(level or "this profile"), calls)
+    return Explanation(str(session.properties.opt_level or "this profile"), calls)
 
 
-def chosen(explanation: Explanation, op: str | None, module: str | None) -> Explanation:
+def _chosen(explanation: Explanation, op: str | None, module: str | None) -> Explanation:
     """Return the calls of an explanation that are of an op and in a module; None selects all.
 
     Raises:
@@ -145,19 +140,16 @@ def _is_about(call: Explained, op: str | None, module: str | None) -> bool:
 
 
 class _Explainer:
-    """Explains calls of functions, in a session or without one."""
+    """Explains calls of functions in a session."""
 
-    def __init__(self, session: Session | None, shadow: Shadow) -> None:
-        self._modules = modules_of(shadow.models)
-        self._properties, self._caster = None, None
+    def __init__(self, session: Session, shadow: Shadow) -> None:
+        self._modules, self._properties = modules_of(shadow.models), session.properties
+        self._caster = next((x for x in session.strategies if isinstance(x, CastOps)), None)
         self._ruled: dict[nn.Module, Rule] = {}
         self._ruled_tensors: dict[Tensor, Rule] = {}
-        if session is not None:
-            self._properties = session.properties
-            self._caster = next((x for x in session.strategies if isinstance(x, CastOps)), None)
-            for model in shadow.models.values():
-                self._ruled |= ruled_modules(model, session.properties.rules)
-                self._ruled_tensors |= ruled_tensors(model, session.properties.rules)
+        for model in shadow.models.values():
+            self._ruled |= ruled_modules(model, session.properties.rules)
+            self._ruled_tensors |= ruled_tensors(model, session.properties.rules)
 
     def explained(self, call: Call) -> Explained:
         """Explain a call."""
@@ -183,7 +175,7 @@ class _Explainer:
             if by_name is not None and by_name.kind == "tensor":
                 said = f"'{by_name.pattern}' says {shown(by_name.dtype)} ({by_name.source})"
                 held += f"; a rule for {said}" if said not in held else ""
-        if properties is None or not (properties.casts_model or properties.patch_torch_functions):
+        if not (properties.casts_model or properties.patch_torch_functions):
             return f"follows its input, or torch.autocast where it is on: no level is in force{held}."
         if call.takes[1:] and call.takes[-1].itemsize == 1:
             return f"multiplies in FP8, {dtype_name(call.takes[-1])}: fp8={properties.fp8}."

@@ -68,15 +68,6 @@ def errors_of(grads: ModuleGradients, reference: ModuleGradients) -> dict[str, f
     return {name: error_of(grads[name], exact) for name, exact in reference.items() if name in grads}
 
 
-def total_error_of(grads: ModuleGradients, reference: ModuleGradients) -> float:
-    """Return the error of all modules that have a gradient in both runs, as one vector."""
-    names = [name for name in reference if name in grads]
-    return error_of(
-        [grad for name in names for grad in grads[name]],
-        [grad for name in names for grad in reference[name]],
-    )
-
-
 def vanishing_modules(reference: ModuleGradients, limit: float) -> set[str]:
     """Return modules whose gradient is 0 up to rounding errors, as for a bias before a BatchNorm.
 
@@ -94,12 +85,6 @@ def median_of(values: Iterable[float]) -> float:
     """Return the median, or 0 if there are no values."""
     found = list(values)
     return statistics.median(found) if found else 0.0
-
-
-def mean_of(values: Iterable[float]) -> float:
-    """Return the mean, or 0 if there are no values."""
-    found = list(values)
-    return sum(found) / len(found) if found else 0.0
 
 
 def gaps_of(losses: Sequence[float], reference: Sequence[float]) -> list[float]:
@@ -123,7 +108,8 @@ def judged(
     vanishing = vanishing_modules(exact.first, _ZERO[basis.name])
     errors, floor = errors_of(record.first, exact.first), errors_of(basis.floor.first, exact.first)
     telling = {name: error for name, error in errors.items() if name not in vanishing}
-    together = total_error_of(record.first, exact.first)
+    both = ([x for name in errors for x in run.first[name]] for run in (record, exact))
+    together = error_of(*both)  # as one vector
     out = outstanding(telling, {name: floor[name] for name in telling if name in floor}, together)
     gap = worst_gap(record.losses, exact.losses, basis.floor.losses) or (None, None)
     parts = (size for part, size in record.memory.items() if part != "peak")
@@ -137,7 +123,7 @@ def judged(
         modules=tuple(ModuleError(name, telling.get(name), name in out) for name in errors),
         skipped=sum(record.skipped),
         scale_search=searched,
-        still=mean_of(record.still) if record.still else None,
+        still=statistics.fmean(record.still) if record.still else None,
         seconds=statistics.median(record.seconds) if record.seconds else None,
         memory=record.memory | {"total": record.memory.get("peak") or sum(parts)},
     )
@@ -161,9 +147,9 @@ def worst_gap(losses: Losses, reference: Losses, floor: Losses) -> tuple[float, 
     gaps = []
     for name, exact in reference.items():
         if name in losses:
-            noise = mean_of(map(abs, gaps_of(floor.get(name, exact), exact)))
-            allowed = max(FLOORS * noise, OF_THE_LOSS * mean_of(map(abs, exact)))
-            gaps.append((mean_of(gaps_of(losses[name], exact)), allowed))
+            noise = statistics.fmean(map(abs, gaps_of(floor.get(name, exact), exact)))
+            allowed = max(FLOORS * noise, OF_THE_LOSS * statistics.fmean(map(abs, exact)))
+            gaps.append((statistics.fmean(gaps_of(losses[name], exact)), allowed))
     return max(gaps, key=lambda gap: gap[0] / (gap[1] or math.ulp(0.0)), default=None)
 
 
@@ -236,27 +222,17 @@ def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) ->
     if not levels[0].is_healthy:
         what = levels[0].problems[0].what
         return None, f"At {levels[0].level} {what}: precision is not the cause."
-    on_gpu = device == "cuda"
-    ranked = sorted(levels, key=lambda level: level.seconds or math.inf)
-    ranked = _by_order(levels, has_bfloat16) if on_gpu else ranked
-    chosen = next(level for level in ranked if level.is_healthy)
-    best = "cheapest healthy level on this GPU" if on_gpu else "fastest healthy level here"
+    order = ON_A_GPU if has_bfloat16 or device == "cpu" else WITHOUT_BFLOAT16
+    on_gpu = [level for name in order for level in levels if level.level == name]
+    on_gpu += [level for level in levels[1:] if level not in on_gpu] + [levels[0]]  # profiles, and O0
+    here = on_gpu if device == "cuda" else sorted(levels, key=lambda x: x.seconds or math.inf)
+    chosen, there = (next(level for level in each if level.is_healthy) for each in (here, on_gpu))
+    best = "cheapest healthy level on this GPU" if here is on_gpu else "fastest healthy level here"
     why = f"It is the {best}"
-    for worse in [level for level in ranked[: ranked.index(chosen)] if level.problems][:1]:
+    for worse in [level for level in here[: here.index(chosen)] if level.problems][:1]:
         why += f"; {worse.level} is not: {worse.problems[0].what}"
-    return chosen.level, f"{why}." + (_of_a_cpu(levels) if device == "cpu" else "")
-
-
-def _of_a_cpu(levels: Sequence[LevelResult]) -> str:
-    """Return a hint that times differ on a GPU, and which level to try there."""
-    first = next(level for level in _by_order(levels, has_bfloat16=True) if level.is_healthy)
-    there = "" if first is levels[0] else f", and {first.level} is the first healthy level to try there"
-    return f" Time and memory are those of a CPU: on a GPU half precision is usually faster{there}."
-
-
-def _by_order(levels: Sequence[LevelResult], has_bfloat16: bool) -> list[LevelResult]:
-    order = ON_A_GPU if has_bfloat16 else WITHOUT_BFLOAT16
-    places = {level: place for place, level in enumerate(order)}
-    # The user's profiles come after the known levels, and O0 last.
-    last = len(order)
-    return sorted(levels, key=lambda x: last + 1 if x is levels[0] else places.get(x.level, last))
+    if device == "cpu":
+        why += ". Time and memory are those of a CPU: on a GPU half precision is usually faster"
+        is_o0 = there is levels[0]
+        why += "" if is_o0 else f", and {there.level} is the first healthy level to try there"
+    return chosen.level, f"{why}."

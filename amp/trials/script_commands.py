@@ -1,4 +1,4 @@
-"""The commands `python -m amp compare`, `doctor` and `explain`."""
+"""The commands `python -m amp compare` and `doctor`, which run a script, and `explain`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from amp.casting.policy import explain
 from amp.diagnosis.findings import CAUSES
@@ -19,7 +18,6 @@ from amp.terminal.output_files import check_output
 from amp.terminal.progress import Progress
 from amp.terminal.text import Printer
 from amp.trials.comparing import LEVELS, check_request, compare_runs
-from amp.trials.explaining import chosen
 from amp.trials.scripts import Script, wait_for_ranks
 
 _SCRIPT = (
@@ -102,7 +100,7 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
     if at[0] < 1 or at[-1] > sys.maxsize:
         raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
     script = Script(what, Progress(arguments.json))
-    found, error = script.watched_by("doctor", {"at": at}, arguments.opt_level)
+    found, error = script.watched_by(at, arguments.opt_level)
     if error and not (found.findings or found.is_healthy):
         raise script.failure(error)
     if not (found.findings or found.is_healthy):
@@ -128,33 +126,16 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
 
 @command(
     "explain",
-    argument("op", "its full name, such as torch.softmax; with --script a short one too"),
-    argument("--opt-level", "a level, an alias or a YAML profile (O1, or the script's)"),
-    argument("--script", "look at it where it runs: in the first forward of a script"),
-    argument("--module", "the name of a module, and those inside of it"),
-    takes_a_script=True,
+    argument("op", "its full name, such as torch.softmax"),
+    argument("--opt-level", "a level, an alias or a YAML profile (O1)", default="O1"),
+    as_json=False,
 )
-def _explain(arguments: argparse.Namespace, printer: Printer) -> Any:
+def _explain(arguments: argparse.Namespace, printer: Printer) -> None:
     """Say what happens to an op, and why.
 
     reamp explain torch.softmax --opt-level O4
-    reamp explain softmax --script train.py --module blocks.3.attn
-    reamp explain softmax --script train.py --opt-level O2 -- --epochs 1
     """
-    if arguments.script is None:
-        if arguments.module is not None or arguments.json:
-            raise AmpValueError("--module and --json say what happens in a script: give --script too")
-        printer.line(explain(arguments.op, load_profile(arguments.opt_level or "O1")))
-        return None
-    if arguments.opt_level is not None:
-        load_profile(arguments.opt_level)
-    script = Script([arguments.script, *arguments.for_the_script], Progress(arguments.json))
-    seen, error = script.watched_by("explain", {"at": [1]}, arguments.opt_level)
-    if seen is None:
-        raise script.failure(error or "it ended before", "the script ran no forward of a model")
-    found = chosen(seen, arguments.op, arguments.module)
-    print(found, file=printer.stream)
-    return found.to_json()
+    printer.line(explain(arguments.op, load_profile(arguments.opt_level)))
 
 
 COMMANDS = (_compare, _doctor, _explain)

@@ -10,29 +10,69 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp.compat import run as running
 from amp.compat.run import runner
+from amp.diagnosis.findings import Report
+from amp.diagnosis.guard import first_line
+from amp.diagnosis.watching import TrainingWatch
 from amp.errors import AmpWarning
 from amp.observers import Observer, observing
+from amp.session import Session
 from amp.trials.injecting import Injected
 from amp.trials.observing import RunObserver, Trial
 from amp.trials.random_numbers import seed_random_numbers
-from amp.trials.script_watching import ScriptWatch
 
-WATCHERS: dict[str, Callable[[dict[str, Any], bool, Callable[[], None]], Any]] = {
-    "compare": lambda options, needs_amp, end: RunObserver(Trial(**options), end),
-    "doctor": lambda options, needs_amp, end: ScriptWatch(needs_amp, end, **options),
-    "explain": lambda options, needs_amp, end: ScriptWatch(needs_amp, end, explains=True, **options),
-}
-"""What watches a script, made of its options, of whether it needs amp, and of what ends the script: a
-context manager with `steps`, `last_step`, `has_begun`, `is_complete` and `seen()`."""
+
+class ScriptWatch(TrainingWatch):
+    """Watches some steps of a script, and ends it after the last of them.
+
+    Args:
+        needs_amp: whether a script without amp is of no use, since a level was asked for.
+        when_complete: called when enough was seen; it raises an exception to end the script.
+        at: which steps to watch.
+
+    Attributes:
+        is_complete: whether enough was seen.
+        last_step: the number of the last step to be seen.
+    """
+
+    def __init__(self, needs_amp: bool, when_complete: Callable[[], None], at: Sequence[int]) -> None:
+        super().__init__(at)
+        self.is_complete, self.last_step = False, max(at)
+        self._needs_amp, self._when_complete, self._has_session = needs_amp, when_complete, False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether anything is trained, at the level if one was asked for."""
+        return self._has_session or (bool(self._models) and not self._needs_amp)
+
+    def initialize_ends(
+        self, session: Session, models: Sequence[nn.Module], optimizers: Sequence[Any]
+    ) -> None:
+        """Note that a session trains."""
+        self._has_session |= any(optimizers)
+        super().initialize_ends(session, models, optimizers)
+
+    def root_called(self, model: nn.Module, args: Any) -> None:
+        """End a script when no window is open or still to come."""
+        super().root_called(model, args)
+        if self.has_begun and not self._due and self._shadow is None:
+            self.is_complete = True
+            self._when_complete()
+
+    def seen(self) -> Report:
+        """Return the report."""
+        self.look()
+        self.report.about = self.about
+        return self.report
 
 
 class _EnoughError(BaseException):
@@ -85,7 +125,9 @@ def main(job: str) -> None:
     run = runner(given["arguments"])
     if given["seed"] is not None:
         seed_random_numbers(given["seed"])
-    watcher = WATCHERS[given["watcher"]](given["options"], given["needs_amp"], end)
+    watcher: Any = ScriptWatch(given["needs_amp"], end, given["at"])
+    if given["trial"] is not None:
+        watcher = RunObserver(Trial(**given["trial"]), end)
     watcher.tell = lambda text: os.write(given["steps"], f"# {text}\n".encode())
     with watcher, ExitStack() as stack:
         if given["injects"]:
@@ -127,8 +169,7 @@ def _error_of(run: Callable[[], object]) -> tuple[str, str]:
         while frame is not None and not _is_users(frame.tb_frame.f_code.co_filename):
             frame = frame.tb_next
         text = "".join(traceback.format_exception(error.with_traceback(frame))).rstrip()
-        line = str(error).partition("\n")[0]
-        return f"{type(error).__name__}: {line}".removesuffix(": "), text
+        return first_line(error), text
     return "", ""
 
 

@@ -58,7 +58,7 @@ class Script:
             raise AmpValueError(f"'{path}' is a folder without __main__.py: give a script in it")
 
     def watched_by(
-        self, watcher: str, options: dict[str, Any], level: str | None = None, seed: int | None = None
+        self, at: Sequence[int] = (1,), level: str | None = None, trial: Trial | None = None
     ) -> tuple[Any, str]:
         """Run the script, and return what was seen and the error in one line, empty if there was none.
 
@@ -66,21 +66,20 @@ class Script:
         for, it ends at its first step, and is run again with amp injected.
 
         Args:
-            watcher: a name in `amp.trials.script_process.WATCHERS`.
-            options: the watcher's arguments, plain values.
+            at: which steps to look at.
             level: replaces the script's own level, unless None.
-            seed: the seed of all random number generators; None does not seed them.
+            trial: a run to compare with others, of its own level, instead of steps to look at.
 
         Raises:
             AmpRuntimeError: the process ended without a result, or the script trains nothing.
         """
-        needs_amp = watcher == "compare" or level is not None
+        needs_amp = trial is not None or level is not None
         job = {
-            "watcher": watcher,
-            "options": options,
+            "at": list(at),
+            "trial": None if trial is None else asdict(trial),
             "arguments": self._arguments,
-            "level": level,
-            "seed": seed,
+            "level": level if trial is None else trial.level,
+            "seed": None if trial is None else trial.seed,
             "injects": self.is_injected,
             "needs_amp": needs_amp,
         }
@@ -108,7 +107,7 @@ class Script:
             AmpRuntimeError: the script failed, or trained nothing.
         """
         record: Record
-        record, error = self.watched_by("compare", asdict(trial), trial.level, trial.seed)
+        record, error = self.watched_by(trial=trial)
         if error:
             raise self.failure(error)
         if not record.skipped:
@@ -124,7 +123,7 @@ class Script:
 
     def _seen(self, job: dict[str, Any]) -> dict[str, Any]:
         name = self._arguments[1] if self._arguments[0] == "-m" else Path(self._arguments[0]).name
-        what = "FP64" if job["options"].get("in_float64") else job["level"] or name
+        what = "FP64" if (job["trial"] or {}).get("in_float64") else job["level"] or name
         with self._progress.of_run(what) as tell:
             return _seen(job, tell)
 

@@ -1,9 +1,7 @@
-"""`amp.explain`, and `python -m amp explain --script`: dtypes and rules where functions run."""
+"""`amp.explain`: dtypes and rules where functions run."""
 
 from __future__ import annotations
 
-import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,6 @@ from torch import Tensor, nn
 
 import amp
 from amp.casting.policy import load_policy
-from amp.cli import main
 from amp.errors import AmpValueError
 from amp.trials.explaining import Explained, Explanation
 from tests.diagnosis.faults import Net, batch
@@ -72,6 +69,11 @@ def test_the_rule_is_where_it_says() -> None:
     file, line = rule.source.rsplit(":", 1)
     text = (Path(__file__).parents[2] / file).read_text().splitlines()
     assert "softmax" in text[int(line) - 1]
+
+
+def test_the_page_on_diagnosis_shows_what_it_prints() -> None:
+    page = (Path(__file__).parents[2] / "docs/diagnosis.md").read_text()
+    assert str(explained("O1", "softmax", "blocks.1")) in page
 
 
 def test_calls_in_fp8() -> None:
@@ -155,87 +157,3 @@ def test_what_is_not_there_is_said() -> None:
         explained("O1", "softmax", "block.1")
     with pytest.raises(AmpValueError, match=r"as in amp.explain\(model, batch"):
         amp.explain(Net(), batch())
-
-
-# Scripts.
-
-SCRIPT = """
-    import sys, torch, amp
-    from torch import nn
-    assert sys.argv[1:] == ["--width", "8"]
-    class Scores(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.proj = nn.Linear(8, 8)
-        def forward(self, x):
-            return torch.softmax(self.proj(x), -1)
-    net = nn.Sequential(nn.Linear(8, 8), Scores())
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    net, optimizer = amp.initialize(net, optimizer, opt_level="O1")
-    with torch.no_grad():
-        net(torch.ones(2, 8))
-    open("before", "w").close()
-    with amp.scale_loss(net(torch.ones(2, 8)).sum(), optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
-    net(torch.ones(2, 8))
-    open("after", "w").close()
-"""
-
-
-@pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
-    return "train.py"
-
-
-def run(capsys: Any, *arguments: str, status: int = 0) -> str:
-    try:
-        found = main(["explain", *arguments])
-    except SystemExit as end:
-        found = int(end.code or 0)
-    out, err = capsys.readouterr()
-    assert found == status, out + err
-    return str(err if status == 2 else out)
-
-
-@pytest.mark.slow
-def test_in_a_script(capsys: Any, script: str, tmp_path: Path) -> None:
-    shown = run(capsys, "softmax", "--script", script, "--module", "1", "--", "--width", "8")
-    assert shown.startswith("1  torch.softmax  float16 -> float32  train.py:")
-    assert "runs in float32" in shown
-    assert (tmp_path / "before").exists()
-    assert not (tmp_path / "after").exists()  # it ends once enough was seen
-
-
-@pytest.mark.slow
-def test_in_a_script_at_another_level_as_json(capsys: Any, script: str) -> None:
-    options = ["--opt-level", "O5", "--json", "--", "--width", "8"]
-    found = json.loads(run(capsys, "softmax", "--script", script, *options))
-    assert found["level"] == "O5"
-    assert [(x["takes"], x["gives"]) for x in found["calls"]] == [(["bfloat16"], ["bfloat16"])]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        pytest.param(
-            ["exp", "--script", "train.py", "--", "--width", "8"],
-            "'exp' was not called in a forward; these were:",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ["exp", "--script", "train.py", "--", "--wide"],
-            "ran no forward of a model: AssertionError",
-            marks=pytest.mark.slow,
-        ),
-        (["exp", "--script", "nowhere.py"], "there is no file 'nowhere.py'"),
-        (["torch.exp", "--module", "head"], "give --script too"),
-    ],
-)
-def test_errors_are_one_line(capsys: Any, script: str, arguments: list[str], message: str) -> None:
-    shown = run(capsys, *arguments, status=2)
-    assert message in shown.splitlines()[-1]
-    assert ("Traceback" in shown) == (shown.count("\n") > 1)

@@ -93,9 +93,9 @@ def test_a_command_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_script_that_leaves_a_process_behind_ends(tmp_path: Path) -> None:
-    ended = run(tmp_path, "raise ValueError('no data')", "explain", "relu", "--script", "train.py")
+    ended = run(tmp_path, "raise ValueError('no data')", "doctor", "train.py")
     assert ended.returncode == 2
     first, *_, last = ended.stderr.splitlines()  # its own traceback, and one line
     assert first == "Traceback (most recent call last):"
     assert f'File "{tmp_path / "train.py"}", line ' in ended.stderr.splitlines()[1]
-    assert last == "reamp: the script ran no forward of a model: ValueError: no data"
+    assert last == "reamp: the script failed: ValueError: no data"
