@@ -182,6 +182,19 @@ def test_an_error_of_the_models_own_gets_no_note() -> None:
     assert note_of(lambda: model(torch.ones(2, 4))) == ""
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_a_mask_that_float16_does_not_hold_is_explained(level: str) -> None:
+    class Scores(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = super().forward(x)
+            return scores.masked_fill(scores > 0, -1e9)
+
+    model = amp.Session(level, verbosity=0).initialize(nn.Sequential(Scores(4, 4)))
+    note = note_of(lambda: model(torch.ones(2, 4)))
+    assert note.startswith("amp: '0' (Scores) writes a number to a float16 tensor, and float16 ends at")
+    assert "rules=[{'module': '0', 'cast': 'float32'}]" in note
+
+
 @pytest.mark.parametrize("level", ["O2", "O5"])
 def test_a_hook_that_returns_another_dtype_is_explained(level: str) -> None:
     model, optimizer = started(linear(4, 4), sgd, level)

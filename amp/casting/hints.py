@@ -38,6 +38,7 @@ _OF_NO_KERNEL = (
     "view_as_complex is only supported for",
 )
 _OF_NUMPY = "Got unsupported ScalarType BFloat16"
+_OF_TOO_LARGE = "::Half without overflow"
 
 
 class ModelOutput(CastOutput):
@@ -63,7 +64,7 @@ def add_hint(error: RuntimeError | TypeError, model: nn.Module, was_cast: bool =
 def _hint(error: RuntimeError | TypeError, model: nn.Module, was_cast: bool) -> str | None:
     message = str(error)
     is_mixed = any(part in message for part in _OF_MIXED_DTYPES)
-    if not (is_mixed or any(part in message for part in (*_OF_NO_KERNEL, _OF_NUMPY))):
+    if not (is_mixed or any(part in message for part in (*_OF_NO_KERNEL, _OF_NUMPY, _OF_TOO_LARGE))):
         return None
     names = {module: name for name, module in model.named_modules()}
     inside = [module for module in _modules_on_the_way(error) if module in names]
@@ -75,6 +76,12 @@ def _hint(error: RuntimeError | TypeError, model: nn.Module, was_cast: bool) -> 
     rule = f", by a rule: rules={rules}" if names[layer] else ""
     if _OF_NUMPY in message:
         return f"amp: {called} has a bfloat16 tensor, and NumPy has no bfloat16: x.float().numpy()"
+    if _OF_TOO_LARGE in message:
+        return (
+            f"amp: {called} writes a number to a float16 tensor, and float16 ends at 65504. In a mask "
+            f"take torch.finfo(x.dtype).min in the place of -1e9. Or keep the layer in FP32{rule}, or "
+            "take a level of bfloat16, such as 'O5'"
+        )
     if not was_cast and is_mixed:
         return (
             f"amp: {called} computes with tensors of several dtypes. Functions cast FP32 tensors, and "
