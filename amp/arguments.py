@@ -346,13 +346,28 @@ def check_optimizers(
 def _check_owns(models: Sequence[nn.Module], optimizers: Sequence[Any], has_masters: bool) -> None:
     """Raise AmpRuntimeError, or warn, if no parameter of the optimizers belongs to one of the models.
 
-    Parameters of `torch.func.stack_module_state`, for `functional_call`, belong to none. They need no
-    masters at levels that do not cast the model.
+    It is raised too if a sharded parameter is in no optimizer, and an optimizer holds a plain one of
+    its shape that belongs to no model: that is what it was before it was cut. Parameters of
+    `torch.func.stack_module_state`, for `functional_call`, belong to none. They need no masters at
+    levels that do not cast the model.
     """
     parameters = list(chain.from_iterable(model.parameters() for model in models))
     have = set(map(id, parameters))
     groups = [group for optimizer in map(innermost, optimizers) for group in optimizer.param_groups]
-    if not have or not groups or any(id(p) in have for group in groups for p in group["params"]):
+    given = {id(p): p for group in groups for p in group["params"]}
+    if not have or not groups:
+        return
+    if not have.isdisjoint(given):
+        strangers = {p.shape for key, p in given.items() if key not in have and not is_sharded(p)}
+        cut = [p for p in parameters if is_sharded(p) and p.requires_grad and id(p) not in given]
+        if lost := [p for p in cut if p.shape in strangers]:
+            raise AmpRuntimeError(
+                f"a parameter of shape {tuple(lost[0].shape)} is a shard, and the optimizer holds a "
+                "whole tensor in its place, of before fully_shard or parallelize_module, or of a "
+                "forward of FSDP2, which gathers it: it would not be trained. Make the optimizer of "
+                "model.parameters() after the model was cut, and before a forward, or after "
+                "model.reshard()"
+            )
         return
     if has_masters or any(is_sharded(p) or is_of_fsdp1(p) for p in parameters):
         made_of = type(innermost(optimizers[0])).__name__

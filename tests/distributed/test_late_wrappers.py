@@ -88,6 +88,36 @@ def test_an_optimizer_that_was_made_before_the_model_was_wrapped_is_refused(rank
 
 @ranks(2)
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("wrap", WRAPS_OF_TWO)
+def test_so_is_one_that_was_made_before_a_part_of_the_model_was_wrapped(
+    rank: int, wrap: str, level: str
+) -> None:
+    model = make()
+    optimizer = sgd(model)
+    cut = WRAPS[wrap](make())
+    model.layers[0] = cut.layers[0]
+    before = [(p, p.dtype, p.detach().clone()) for p in model.parameters()]
+    with pytest.raises(amp.AmpError, match="is a shard, and the optimizer holds a whole tensor"):
+        initialize(model, optimizer, level)
+    for parameter, dtype, values in before:
+        assert parameter.dtype is dtype
+        assert torch.equal(
+            getattr(parameter, "_local_tensor", parameter), getattr(values, "_local_tensor", values)
+        )
+
+
+@ranks(2)
+def test_so_is_one_that_was_made_of_what_a_forward_has_gathered(rank: int) -> None:
+    model = WRAPS["fsdp2"](make())
+    model(torch.ones(2, 8))
+    with pytest.raises(amp.AmpError, match=r"or after model.reshard\(\)"):
+        initialize(model, sgd(model), "O1")
+    model.reshard()
+    initialize(model, sgd(model), "O1")
+
+
+@ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
 def test_zero_redundancy_optimizers_take_no_masters(rank: int, level: str) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # which uses torch.jit, and warns
 
