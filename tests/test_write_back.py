@@ -395,6 +395,35 @@ def test_what_is_written_to_masters_is_in_the_next_forward(change: Any, make: An
     assert torch.equal(model[0].weight, masters[0].bfloat16())
 
 
+@pytest.mark.parametrize("make", [sgd, amp.optimizers.FusedAdam], ids=["SGD", "FusedAdam"])
+def test_what_a_hook_after_the_step_writes_to_masters_is_in_the_model_then(make: Any) -> None:
+    model, x, y = problem()
+    model, optimizer = amp.initialize(model, make(model.parameters()), opt_level="O5", verbosity=0)
+    masters = list(amp.master_params(optimizer))
+
+    @torch.no_grad()
+    def clamp(*_: object) -> None:
+        for master in masters:
+            master.clamp_(-0.01, 0.01)
+
+    optimizer.register_step_post_hook(clamp)
+    backward(model, x, y, optimizer)
+    optimizer.step()
+    assert max(float(p.detach().abs().max()) for p in model.parameters()) <= 0.0101
+
+
+@pytest.mark.parametrize("make", [sgd, amp.optimizers.FusedAdam], ids=["SGD", "FusedAdam"])
+def test_a_weight_that_is_frozen_after_the_backward_is_stepped_as_in_torch(make: Any) -> None:
+    model, x, y = problem()
+    model, optimizer = amp.initialize(model, make(model.parameters()), opt_level="O5", verbosity=0)
+    before = model[0].weight.clone()
+    backward(model, x, y, optimizer)
+    model[0].weight.requires_grad_(False)
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+    assert torch.equal(model[0].weight, list(amp.master_params(optimizer))[0].bfloat16())
+
+
 def test_a_forward_in_compiled_code_does_not_look_and_says_so() -> None:
     model, x, y = problem()
     model, optimizer = amp.initialize(model, sgd(model.parameters()), opt_level="O5", verbosity=0)
