@@ -16,16 +16,16 @@ import os, sys
 import torch, amp
 from amp.cli import main
 torch.set_num_threads(1)
-for level in ("O1", "O2", "O5", "O6"):
-    for make in (torch.optim.Adam, torch.optim.SGD, amp.optimizers.FusedAdam, amp.optimizers.FusedSGD):
-        model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
-        optimizer = make(model.parameters(), lr=0.1)
-        model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
-        for _ in range(3):
-            with amp.scale_loss(model(torch.ones(16, 16)).float().mean(), optimizer) as scaled_loss:
-                scaled_loss.backward()
-            optimizer.step()
-        amp.get_session().close()
+optimizers = torch.optim.Adam, amp.optimizers.FusedAdam, torch.optim.SGD, amp.optimizers.FusedSGD
+for level, make in zip(("O1", "O2", "O5", "O6"), optimizers, strict=True):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    optimizer = make(model.parameters(), lr=0.1)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    for _ in range(3):
+        with amp.scale_loss(model(torch.ones(16, 16)).float().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    amp.get_session().close()
 assert not main(["env"]) and not main(["levels"])
 """
 

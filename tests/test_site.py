@@ -19,6 +19,8 @@ from tests.browsers import Page, chromium
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "docs" / "site"
 
+pytestmark = pytest.mark.xdist_group("site")  # which is built once
+
 needs_mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("material") is None, reason="needs the docs extra"
 )
