@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from amp.casting.cast_hooks import can_ruin, ruined_by_cast
+from amp.casting.cast_hooks import EXACT_INTEGERS, can_ruin, ruined_by_cast
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
@@ -29,7 +29,7 @@ from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, ancestors
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import CANNOT_RUN, is_finite
+from amp.diagnosis.twins import CANNOT_RUN, is_finite, largest
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.profiles.properties import excepting
 
@@ -76,10 +76,43 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         what = f"the gradient of {name} was written to while it was still scaled"
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
+    for name, (before, scale, file, line) in list(shadow.gradients.mixed.items())[:1]:
+        what = f"a gradient scaled by {exact(scale)} was added to one scaled by {exact(before)}"
+        todo = "Scale the loss of each backward alike, and unscale gradients only before the step."
+        one = Finding("order", f"{what}, in {name}", todo, "backward", file=file, line=line)
+        found.append((-1, one))
+    if (op := _penalty(shadow)) is not None:  # whose size is no fault of its own
+        what = "the loss is computed of gradients that are still scaled, as in a penalty"
+        todo = "Take the gradient of the loss itself, or divide it by the loss scale before it is used."
+        found = [x for x in found if x[1].cause not in ("loss scale", "range")]
+        found.append((-1, _finding(op, "order", what, todo)))
     found += [(-1, x) for x in _ruined_buffers(shadow)]
     if not found:
         found += [(0, x) for x in _vanished(shadow)]
     return one_a_rule([x for _, x in sorted(found, key=lambda each: each[0])])
+
+
+def _penalty(shadow: Shadow) -> Op | None:
+    """Return the op that adds a number to what scaled gradients are made into, on the way to a loss."""
+    scale, scaled = max(shadow.gradients.scales, default=1.0), set[int]()
+    behind = {op.number for op in ancestors(shadow.ops, shadow.gradients.losses)}
+    for number, op in shadow.ops.items():
+        if op.phase == "backward" and op.loss_scale != 1.0:
+            scaled.add(number)
+        if number not in behind or op.phase != "forward" or scaled.isdisjoint(op.parents):
+            continue
+        given = [x for x in tree_leaves((op.args, op.kwargs)) if isinstance(x, (Value, float, int))]
+        others = [_size(x) for x in given if not (isinstance(x, Value) and x.made in scaled)]
+        name, other = op.aten.rstrip("_"), max(others, default=1.0)
+        if name in ("add", "sub", "rsub") and other > 1e-3:  # more than an eps
+            return op
+        factor = other if name == "mul" else 1 / other if name == "div" and other else 1.0
+        scaled |= {number} if factor * scale > 1.001 else set()
+    return None
+
+
+def _size(x: Any) -> float:
+    return largest(x.real) if isinstance(x, Value) else abs(x)
 
 
 def _ruined_buffers(shadow: Shadow) -> Iterator[Finding]:
@@ -295,6 +328,8 @@ def _of_loss(shadow: Shadow, op: Op, loss: Loss) -> Finding:
         todo = f"Leave {argument[0]} alone:\n{_excepting(shadow, argument[1])}"
     elif made is not None and real is torch.float32 and torch.float64 in made.takes:
         todo = f"Keep float64 until after line {op.place.line}."
+    elif loss.cause == "cast" and real not in LOW_PRECISION:
+        todo = "Compute with the integers, or in float64, and cast what is left, as their differences."
     elif real not in LOW_PRECISION or is_lost_too:
         todo = advice.ANOTHER_WAY
     else:  # a subtraction in float32 finds no digits that its input has lost
@@ -329,14 +364,18 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
     least = VANISHING * max(sizes[len(sizes) // 2], sizes[-1] / 10) if sizes else 0.0
     least = max(least, NOTHING * max(shadow.gradients.scales, default=1.0))
     share = {x: grad.off * grad.norm / _norm_beside(shadow, x) for x, grad in good.items() if grad.norm}
+    stills = [x.owned for x in shadow.lost.still.values() if x.share > SOME]
+    summed = {x.name for x in stills if x.kind == "gradient"}  # whose parts may be right
     ruined = {
         x: grad.made
         for x, grad in good.items()
-        if grad.off > OFF and grad.size > least and share[x] > SHARE
+        if grad.off > OFF and grad.size > least and share[x] > SHARE and x not in summed
     }
     is_whole = math.hypot(*share.values()) > 0.5
     # The value of a loss may be 0 by chance, as that of a policy, where gradients are right.
-    losses = [x for x in shadow.gradients.losses if x in shadow.ops and shadow.ops[x].error > FAR]
+    of_losses = [shadow.ops[x] for x in shadow.gradients.losses if x in shadow.ops]
+    most = FAR * sum(op.largest for op in of_losses)
+    losses = [x.number for x in of_losses if x.error > FAR and x.error * x.largest >= most]
     losses = [] if any(x.off <= OFF and x.size > least for x in good.values()) else losses
     found: dict[Any, tuple[int, Finding]] = {}
     in_half: list[tuple[int, Finding]] = []
@@ -347,6 +386,9 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
         if op.is_bad or op.error <= max(FAR, WORSE * before) or is_noise:
             continue
         loss = lost_before(shadow, op, known)
+        if loss is None and op.phase == "forward" and op.gives is torch.float32:
+            what = f"it computes with too few digits: the result is {op.error:.0%} off that in FP64"
+            found[op.place] = op.number, _finding(op, "cancellation", what, advice.ITSELF)
         if loss is None or loss in known:
             continue
         known.append(loss)
@@ -485,13 +527,15 @@ def _is_dropped(shadow: Shadow, root: Op) -> bool:
 
 def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:
     op, name = cast.op, cast.argument or "a tensor"
-    assert op.gives is not None
-    dtype = dtype_name(op.gives)
+    gives = op.gives or op.takes[0]  # what is cast to integers
+    dtype = dtype_name(gives)
     if cast.is_mask:
         what = f"{name} was cast to {dtype}, and {cast.before:g} became -inf"
         todo = _unmasked(shadow, _first_nan(shadow, op))
     else:
         became = f"{exact(cast.before)} became {exact(cast.after)}"
+        if cast.before == cast.after:
+            became = f"it does not hold all above {EXACT_INTEGERS[gives]}"
         what = f"{name} holds integers up to {exact(cast.largest)}, which {dtype} rounds: {became}"
         todo = "Give integers as torch.long, or compute with them in float32."
     if argument := _ARGUMENT.match(op.argument):

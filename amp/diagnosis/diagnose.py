@@ -77,7 +77,7 @@ def _found_by(shadow: Shadow, attached: Sequence[AttachedOptimizer]) -> list[Fin
     return [*found, *stands_still(weights, bool(attached))]
 
 
-def open_scale(attached: Sequence[AttachedOptimizer]) -> Tensor | None:
+def open_scale(attached: Sequence[AttachedOptimizer], losses: Any = ()) -> Tensor | None:
     """Return the loss scale, on the device, of a block that one of these optimizers is in, or None."""
     blocks = [one.gradients.open_block for one in attached]
     return next((block.scale.scale for block in blocks if block is not None), None)

@@ -138,6 +138,10 @@ class Lost:
         if is_integer and y.dtype is not torch.bool and y.shape == x.shape and not x.is_complex():
             is_lost = (x == x.round()) & (x != value.rounded) & (x.to(y.dtype) != y)
             self._note_changed(made, x, value.real, is_lost)
+            most = largest(x)
+            is_large = most > EXACT_INTEGERS.get(value.real.dtype, math.inf)
+            if is_large and bool((x == x.round()).all()) and not self.casts:  # rounded before
+                self.casts.append(LossyCast(made, "", most, most, most))
 
     def note_count(self, op: Op, y: Tensor, x: Tensor) -> None:
         """Note whole numbers that are far off, as of ones that were added up in 16 bits."""

@@ -75,6 +75,8 @@ class Memory:
         is_new: whether its first values are of this watch.
         gradient: the name of the parameter whose gradient it is, or an empty text.
         written: where this gradient was written to since its backward, or None.
+        scale: the loss scale of this gradient, or None.
+        mixed: the scales of two gradients whose sum it is, and the line of the second backward.
         twin: its twin; None until it is read, or if its values are exact.
         readers: the values that ops have read from it since it was last written to.
     """
@@ -87,6 +89,8 @@ class Memory:
     is_new: bool = False
     gradient: str = ""
     written: Place | None = None
+    scale: float | None = None
+    mixed: tuple[float, float, str, int] | None = None
     twin: Tensor | None = None
     readers: WeakSet[Value] = field(default_factory=WeakSet)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp.diagnosis.memories import Memories, own_part
-from amp.diagnosis.places import Place, is_called_by_amp
+from amp.diagnosis.places import Place, is_called_by_amp, user_line
 from amp.diagnosis.records import Gradient
 from amp.diagnosis.twins import difference, floats_in, is_finite, is_float
 
@@ -20,11 +20,13 @@ class SeenGradients:
 
     Args:
         memories: those of the shadow.
-        open_scale: returns the loss scale while the gradients in `.grad` are scaled, else None.
+        open_scale: see `Shadow`.
 
     Attributes:
         known: the gradients that were accumulated, by the name of the parameter.
         in_place: parameters whose gradients were written to while they were scaled, and where.
+        mixed: parameters whose gradient, the sum of two of different scales, was unscaled; these
+            scales, and where the backward was called that has added the second.
         bad_loss: the number of the op that made the inf or NaN of a loss; 0 if none did.
         losses: the numbers of the ops that made the losses.
         scale: the loss scale of the last backward.
@@ -32,13 +34,14 @@ class SeenGradients:
         unscaled_by: the scale that a gradient scaler has taken away, which is not known before; or 1.
     """
 
-    def __init__(self, memories: Memories, open_scale: Callable[[], Tensor | None]) -> None:
+    def __init__(self, memories: Memories, open_scale: Callable[..., Tensor | None]) -> None:
         self.known: dict[str, Gradient] = {}
         self.in_place: dict[str, Place] = {}
+        self.mixed: dict[str, tuple[float, float, str, int]] = {}
         self.bad_loss, self.losses = 0, list[int]()
         self.scale, self.scales = 1.0, set[float]()
         self.unscaled_by = 1.0
-        self._memories, self._open_scale = memories, open_scale
+        self._memories, self._open_scale, self._line = memories, open_scale, ("", 0)
 
     @property
     def bad(self) -> dict[str, int]:
@@ -47,7 +50,8 @@ class SeenGradients:
 
     def note_losses(self, losses: Sequence[Tensor]) -> None:
         """Note the losses that a backward starts from; none for `torch.autograd.grad`."""
-        scale = self._open_scale()
+        scale = self._open_scale(losses)
+        self._line = user_line(in_packages=False)
         self.scale = 1.0 if scale is None else float(scale)
         self.scales.add(self.scale)
         self.note_results(losses)
@@ -66,7 +70,9 @@ class SeenGradients:
         if not is_float(grad):
             return
         memory = self._memories[grad]
-        memory.gradient, memory.written = name, None
+        if memory.scale not in (None, self.scale):
+            memory.mixed = memory.scale or 1.0, self.scale, *self._line
+        memory.gradient, memory.written, memory.scale = name, None, self.scale
         if not is_finite(grad):
             self.known[name] = Gradient(memory.bad, is_bad=True)
         elif name not in self.bad:
@@ -83,6 +89,9 @@ class SeenGradients:
         self.scale = self.unscaled_by = 1 / float(inv_scale)
         self.scales = self.scales - {1.0} | {self.scale}
         for memory in map(self._memories.__getitem__, grads):
+            memory.scale = 1.0
+            if memory.mixed is not None:
+                self.mixed.setdefault(memory.gradient, memory.mixed)
             if memory.written is not None:
                 self.in_place.setdefault(memory.gradient, memory.written)
 
@@ -93,5 +102,7 @@ class SeenGradients:
             is_scaled = self._open_scale() is not None and self.scale != 1.0
             for memory in changed:
                 memory.written = place
+                if "zero" in place.op:
+                    memory.scale = memory.mixed = None
                 if is_scaled:
                     self.in_place.setdefault(memory.gradient, place)

@@ -77,7 +77,8 @@ class Shadow(Observer):
 
     Args:
         models: the models whose modules, parameters and buffers are named, by the prefix of the names.
-        open_scale: returns the loss scale while the gradients in `.grad` are scaled, else None.
+        open_scale: returns the loss scale while the gradients in `.grad` are scaled, or of losses that
+            it is given, else None.
         unfollowed: counts errors of the shadow itself; by default a new one.
 
     Attributes:
@@ -96,7 +97,7 @@ class Shadow(Observer):
     def __init__(
         self,
         models: Mapping[str, nn.Module],
-        open_scale: Callable[[], Tensor | None] = lambda: None,
+        open_scale: Callable[..., Tensor | None] = lambda *losses: None,
         unfollowed: Unfollowed | None = None,
     ) -> None:
         self.models = models

@@ -11,11 +11,12 @@ and at buffers that a cast has rounded. An error in any of this never reaches th
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from amp.diagnosis import advice
 from amp.diagnosis.attaching import Training, described, models_in_memory, optimizers_of
@@ -47,6 +49,8 @@ logger = logging.getLogger("amp")
 
 AT = (1, 4, 20)
 """The steps that have a shadow."""
+DEPTH = 4
+"""So many operations may be between a scaled loss and the backward."""
 LONGEST = 8
 """After so many steps of one optimizer a window ends, though another one has not stepped."""
 SEARCH = 20
@@ -120,6 +124,7 @@ class TrainingWatch(Training, Observer):
         self._stepped = Counter[int]()  # in this window, by the id of the optimizer
         self._seen: list[Finding] = []
         self._still: list[Still] = []
+        self._averages: list[tuple[Tensor, Tensor]] = []  # those in 16 bits, and what they were
         self._bad_loss: dict[torch.device, Tensor] = {}  # the number of the first step; 0 if none
         self._sizes: dict[torch.device, tuple[Tensor, Tensor]] = {}  # of the first losses, of all
         self._backwards = 0
@@ -132,6 +137,10 @@ class TrainingWatch(Training, Observer):
         self._is_ruined = self._is_explained = False
         self._has_scaler = False  # of torch's
         self._scaled_by: Tensor | None = None  # the factor that a scaler has left in the gradients
+        self._left_by_scaler = 1.0  # the same, until the scaler is updated
+        self._unscaled = set[int]()  # the ids of optimizers whose gradients it has unscaled since then
+        self._scaled_nodes = set[int]()  # of autograd, by number: of losses that it has scaled
+        self._before: dict[nn.Module, tuple[int, float]] = {}  # the step, and the sum of weights then
         self._in_float16 = False  # whether autocast computes in it
         self._is_stale = False  # whether weights have changed since autocast's cache was empty
         self._rounded: list[Rounded] = []
@@ -206,10 +215,23 @@ class TrainingWatch(Training, Observer):
         has_all = set(map(id, self.optimizers)) <= self._stepped.keys()
         if self._stepped and (has_all or max(self._stepped.values()) == LONGEST):
             self.look(is_last=False)
+        known = {id(x) for each in self._models for x in each.parameters()}
+        if self._is_empty and any(x.requires_grad and id(x) not in known for x in model.parameters()):
+            self._cancel()  # it trains, though the optimizer has other weights
         self._begin(model, args)
+        if self._is_empty and self._shadow is not None:
+            self._look_at_values(model)
         self._is_empty = False
         if self._first_forward is None and self._shadow is not None and torch.is_grad_enabled():
             self._first_forward = time.perf_counter()
+
+    @_disable_current_modes()  # a shadow sees no ops of this
+    def _look_at_values(self, model: nn.Module) -> None:
+        """Look for buffers that are inf or NaN, which an op may hide, as 1 / inf is 0."""
+        for name, x in model.named_buffers():
+            if is_float(x) and bool((x.isnan() | (x == math.inf)).any()):
+                what = f"the buffer {name} of {type(model).__name__} is not finite"
+                self._note("weights", "forward", what, advice.EARLIER)
 
     @guarded
     def root_returns(self, model: nn.Module) -> None:
@@ -251,10 +273,11 @@ class TrainingWatch(Training, Observer):
         trained, others = models_in_memory(self.optimizers)
         around = [x for x in trained if not any(each in own for each in x.modules())]
         self._models = list(map(unwrapped, [*own, *around]))
-        if not self._models and self.optimizers and called is not None:
+        trains = called is not None and any(x.requires_grad for x in called.parameters())
+        if called is not None and self.optimizers and (trains or not self._models):
             around = [x for x in others if any(each is called for each in x.modules())]
-            around = around or [called]  # whose weights the script copies from others
-            self._models = list(map(unwrapped, around))
+            around = around or [called] * (not self._models)
+            self._models += map(unwrapped, around)  # whose weights the script copies from others
         if not self._models:
             return
         self._due = [step for step in self._due if step > self.steps + 1]
@@ -268,12 +291,26 @@ class TrainingWatch(Training, Observer):
         for rounded in self._rounded:
             if rounded.is_as_it_was:
                 shadow.memories.put(rounded.tensor, rounded.exact)
+                shadow.memories.own("buffer", rounded.name, rounded.tensor)
         if called is not None and called in self._models:  # its own hooks are not called any more
             shadow.model_called(called, args, {})
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
 
-    def _scale(self) -> Any:
-        return open_scale(self._attached) if self._scaled_by is None else self._scaled_by
+    def _scale(self, losses: Sequence[Tensor] = ()) -> Any:
+        """Return the loss scale that gradients have now, or that those of losses will have; or None."""
+        if self._scaled_by is None:
+            return open_scale(self._attached)
+        return self._scaled_by if not losses or any(map(self._is_scaled, losses)) else None
+
+    def _is_scaled(self, loss: Tensor) -> bool:
+        """Whether a loss is what a gradient scaler has returned, or a sum or a share of it."""
+        nodes = [loss.grad_fn]
+        for _ in range(DEPTH):
+            known = [node for node in nodes if node is not None]
+            if any(node._sequence_nr() in self._scaled_nodes for node in known):
+                return True
+            nodes = [each for node in known for each, _ in node.next_functions]
+        return False
 
     def _drop(self) -> Shadow | None:
         """Close a window, and return its shadow."""
@@ -298,7 +335,7 @@ class TrainingWatch(Training, Observer):
             self.window_ends(shadow)
         # A scaler may have been used only after this was noted, as in a GAN.
         noted = [x for x in self._noted.values() if x.cause != "loss scale" or not self._has_scaler]
-        still = stands_still(self._still, bool(self._levels))
+        still = list(stands_still(self._still, bool(self._levels)))
         losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
         first = [x for x in noted if x.cause == "order"]  # of which the others may be consequences
@@ -307,9 +344,22 @@ class TrainingWatch(Training, Observer):
             first += losses
         else:
             last = [*losses, *last]
+        if is_last and not (first or seen or still or last):
+            last = list(self._unmoved())
         self.report.why_nothing = self._why_nothing()
         found = [*first, *self._rounded_buffers(), *seen, *still, *last]
         self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)
+
+    def _unmoved(self) -> Iterator[Finding]:
+        """Yield a finding for each model of which no weight has changed in several steps."""
+        for model, (step, before) in self._before.items():
+            least = SEARCH - 4 if self._has_scaler or self._is_dynamic else 2  # for a scale to be found
+            if self.steps < step + least or _sum_of(model) != before:
+                continue
+            what = f"no weight of {type(model).__name__} has changed from step {step} to {self.steps}"
+            todo = "Look whether the optimizer has its parameters, or new values are copied to them,\n"
+            todo += "and whether all steps are skipped, as where each step makes its own GradScaler."
+            yield Finding("still", what, todo, "step")
 
     def _rounded_buffers(self) -> list[Finding]:
         named = (each for model in self._models for each in model.named_modules())
@@ -344,7 +394,7 @@ class TrainingWatch(Training, Observer):
 
         The host does not wait.
         """
-        scale = self._scale()
+        scale = self._scale(losses)
         self._backwards += 1
         with _disable_current_modes():  # a shadow sees no ops of this
             for loss in losses:
@@ -388,11 +438,17 @@ class TrainingWatch(Training, Observer):
         self._is_explained |= bool(found and (shadow.gradients.bad_loss or shadow.bad_weights))
         self._seen += found
         still = shadow.lost.still.values()
+        for prefix, model in shadow.models.items():
+            if any(name.startswith(prefix) for name in shadow.gradients.known):
+                self._before.setdefault(model, (self.steps, _sum_of(model)))
+        self._still += _unmoved_averages(shadow, self._averages)
+        self._averages = []
         self._still += [x for x in still if not _is_compensated(x, self.optimizers)]
         if any(op.phase == "backward" for op in shadow.ops.values()):
             self.report.ops += len(shadow.ops)
         self._without_twin += shadow.without_twin
 
+    @_disable_current_modes()
     def _name_states(self, shadow: Shadow, others: list[nn.Module]) -> None:
         """Name the state of optimizers, and models that no optimizer has."""
         names = {id(p): name for name, p in shadow.named_parameters()}
@@ -406,6 +462,8 @@ class TrainingWatch(Training, Observer):
         for model in others:
             for name, x in model.named_parameters():
                 shadow.memories.own("average", name, x)
+                if x.dtype in LOW_PRECISION and shadow.memories[x].owned.kind == "average":
+                    self._averages.append((x, x.detach().clone()))
 
     # Cheap looks at every step.
 
@@ -428,8 +486,8 @@ class TrainingWatch(Training, Observer):
     @guarded
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """Look for a gradient scaler that is missing, or passed over."""
-        scale = 1.0 if self._scaled_by is None else float(self._scaled_by)
-        if scale != 1.0 and not self.is_in_scaler:
+        scale = self._left_by_scaler
+        if scale != 1.0 and not self.is_in_scaler and id(optimizer) not in self._unscaled:
             what = f"optimizer.step() takes gradients that are scaled by {exact(scale)}"
             todo = "Call scaler.step(optimizer) in its place, and scaler.update() after it."
             self._note("order", "step", what, todo)
@@ -483,6 +541,16 @@ class TrainingWatch(Training, Observer):
         """Count a step of a gradient scaler, taken or skipped."""
         self._has_scaler = True
         self._scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None
+        if name == "scale":
+            self._left_by_scaler = scaler.get_scale()
+            nodes = [x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor)]
+            self._scaled_nodes |= {node._sequence_nr() for node in nodes if node is not None}
+        elif name == "update":
+            self._left_by_scaler = 1.0
+            self._unscaled.clear()
+            self._scaled_nodes.clear()
+        else:
+            self._unscaled.add(id(given))
         if name == "step":
             self._count(given)
 
@@ -492,6 +560,22 @@ class TrainingWatch(Training, Observer):
         if self._shadow is not None:
             self._stepped[id(optimizer)] += 1
         self._names[type(optimizer).__name__] = None
+
+
+@torch.no_grad()
+def _unmoved_averages(shadow: Shadow, averages: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Still]:
+    """Yield averages that several ops have moved and, together, have not."""
+    for x, before in averages:
+        op = shadow.ops.get(shadow.memories[x].made)
+        if op is not None and "copy" not in op.aten:  # else what it copies is kept elsewhere
+            stays = (x == before) & (shadow.memories.twin(x) != before)
+            share = float(stays.count_nonzero()) / x.numel()
+            yield Still(op, shadow.memories[x].owned, shadow.memories[x].key, x.dtype, x.numel(), share)
+
+
+@torch.no_grad()
+def _sum_of(model: nn.Module) -> float:
+    return sum(float(own_part(x).double().sum()) for x in model.parameters())
 
 
 def _of_rounding(module: nn.Module, name: str, before: Tensor, after: Tensor) -> Finding:
@@ -516,7 +600,7 @@ def _of_unseen(first_steps: Iterable[Tensor]) -> list[Finding]:
     # The step before may have ruined weights.
     at = f"{min(steps) - 1},{min(steps)}" if min(steps) > 1 else "1"
     todo = f"Look there: reamp doctor --at {at}, or amp.watch(at=[{at}])."
-    return [Finding("loss", what, todo, "backward")]
+    return [Finding("loss", what, todo, "backward", value=min(steps))]
 
 
 def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:

@@ -101,6 +101,10 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
         raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
     script = Script(what, Progress(arguments.json))
     found, error = script.watched_by(at, arguments.opt_level)
+    for one in [x for x in found.findings[:1] if x.cause == "loss"]:  # of a step to look at
+        step = int(one.value)
+        again, _ = script.watched_by(sorted({max(step - 1, 1), step}), arguments.opt_level)
+        found = again if again.findings else found
     if error and not (found.findings or found.is_healthy):
         raise script.failure(error)
     if not (found.findings or found.is_healthy):

@@ -48,6 +48,29 @@ def test_a_users_script(script: Callable[[], None]) -> None:
         assert "mathematics" not in str(watch.report)
 
 
+def adversaries() -> None:
+    """Two nets and a scaler: the one's loss leaves scaled gradients in the other, which are cleared."""
+    nets = net(), net()
+    optimizers = [torch.optim.SGD(each.parameters(), 1e-3) for each in nets]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            losses = [users_scripts.scaled(each, scaler, 0.5) for each in nets]
+            sum(losses).backward()  # type: ignore[union-attr]
+            scaler.step(optimizer)
+        scaler.update()
+
+
+@pytest.mark.parametrize(
+    "script", [adversaries, lambda: users_scripts.penalized(1024.0)], ids=["adversaries", "penalty"]
+)
+def test_scaled_gradients_that_are_treated_rightly_say_nothing(script: Callable[[], None]) -> None:
+    with amp.watch() as watch:
+        script()
+    assert watch.report.is_healthy, str(watch.report)
+
+
 def has_recurrent_bfloat16() -> bool:
     try:
         with torch.autocast("cpu", torch.bfloat16):

@@ -213,6 +213,159 @@ def masked_rows() -> None:
         torch.softmax(scores, -1)[:, 0].mean().backward()  # here
 
 
+def scaled(model: nn.Module, scaler: Any, share: float = 1.0) -> Tensor:
+    """Return the scaled loss of a model in float16."""
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(X).float(), Y)
+    return scaler.scale(loss) * share  # type: ignore[no-any-return]
+
+
+def step_past_the_scaler_of_another_one() -> None:
+    model = net()
+    first, second = (torch.optim.SGD(part.parameters(), 1e-5) for part in (model[:3], model[3:]))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(3):
+        model.zero_grad()
+        scaled(model, scaler).backward()
+        scaler.step(first)
+        second.step()  # here
+        scaler.update()
+
+
+def one_of_two_losses_scaled() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaled(model, scaler).backward()
+        F.cross_entropy(model(X), Y.flip(0)).backward()  # here
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def unscaled_in_each_part() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for part in range(4):
+        scaled(model, scaler, 0.5).backward()  # here
+        scaler.unscale_(optimizer)
+        if part % 2:
+            scaler.step(optimizer)
+            optimizer.zero_grad()
+        scaler.update()
+
+
+def penalized(divisor: float) -> None:
+    """Train with a penalty of a gradient that is divided by a number."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        x = X.clone().requires_grad_()
+        grad = torch.autograd.grad(scaler.scale(model(x).sum()), x, create_graph=True)[0]
+        penalty = ((grad / divisor).norm(dim=1) - 1).square().mean()  # here
+        scaler.scale(F.cross_entropy(model(X), Y) + penalty).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def penalty_of_scaled_gradients() -> None:
+    penalized(1.0)
+
+
+def masters_that_stay_away() -> None:
+    model = net().bfloat16()
+    masters = [p.detach().float().requires_grad_() for p in model.parameters()]
+    optimizer = torch.optim.SGD(masters, 0.1)
+    for _ in range(5):
+        model.zero_grad()
+        F.cross_entropy(model(X.bfloat16()).float(), Y).backward()
+        for master, p in zip(masters, model.parameters(), strict=True):
+            assert p.grad is not None
+            master.grad = p.grad.float()
+        optimizer.step()
+
+
+def a_scaler_for_each_step() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(18):
+        optimizer.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
+        scaled(model, scaler).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def statistics_that_were_saved_in_float16() -> None:
+    norm = nn.BatchNorm1d(16).eval()
+    assert norm.running_var is not None
+    norm.running_var.fill_(1e5).copy_(norm.running_var.half())
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in steps(optimizer):
+        F.cross_entropy(model(norm(X).detach()), Y).backward()
+
+
+def ids_that_were_kept_in_float16() -> None:
+    rows = torch.arange(8000, 8064).half()
+    table = nn.Embedding(9000, 4)
+    optimizer = torch.optim.SGD(table.parameters(), 0.1)
+    for _ in steps(optimizer):
+        F.cross_entropy(table(rows.long()), Y).backward()  # here
+
+
+def distances_of_far_points() -> None:
+    model = nn.Linear(64, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    points = 5e6 + 1000 * torch.rand(64, 2, generator=torch.Generator().manual_seed(0))
+    for _ in steps(optimizer):
+        model(torch.cdist(points, points)).mean().backward()  # here
+
+
+def an_average_of_two_ops() -> None:
+    model = net()
+    average = copy.deepcopy(model).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in steps(optimizer, 3):
+        F.cross_entropy(model(X), Y).backward()
+        with torch.no_grad():
+            for mean, p in zip(average.parameters(), model.parameters(), strict=True):
+                mean.mul_(0.995).add_(p.bfloat16(), alpha=0.005)  # here
+
+
+def accumulation_in_a_copy() -> None:
+    masters = net()
+    model = copy.deepcopy(masters).bfloat16()
+    optimizer = torch.optim.SGD(masters.parameters(), 0.1)
+    for _ in range(2):
+        model.zero_grad()
+        for x, y in zip(X.repeat(4, 1), Y.repeat(4), strict=True):
+            (F.cross_entropy(model(x.bfloat16()).float(), y) / 256).backward()  # here
+        for master, p in zip(masters.parameters(), model.parameters(), strict=True):
+            assert p.grad is not None
+            master.grad = p.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for master, p in zip(masters.parameters(), model.parameters(), strict=True):
+                p.copy_(master)
+
+
+def a_schedule_of_its_own() -> None:
+    schedule = nn.Module()
+    schedule.register_buffer("kept", (1 - torch.linspace(1e-4, 0.02, 64)).cumprod(0))
+    schedule.bfloat16()
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    for _ in steps(optimizer):
+        loss = F.cross_entropy(model(X), Y, reduction="none")
+        kept = schedule.kept[torch.arange(64)].float()  # here
+        (loss * kept / (1 - kept)).mean().backward()
+
+
 FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     bfloat16_weights: ("still", "1.weight"),
     bfloat16_moments: ("still", "exp_avg_sq of"),
@@ -233,6 +386,18 @@ FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     two_masks: ("range", "131008"),
     half_and_adam: ("eps", "1e-08 is 0 in float16"),
     masked_rows: ("mathematics", "a whole row of the input is -inf"),
+    step_past_the_scaler_of_another_one: ("order", "gradients that are scaled by 1024"),
+    one_of_two_losses_scaled: ("order", "a gradient scaled by 1 was added to one scaled by 1024"),
+    unscaled_in_each_part: ("order", "a gradient scaled by 1024 was added to one scaled by 1"),
+    penalty_of_scaled_gradients: ("order", "gradients that are still scaled, as in a penalty"),
+    masters_that_stay_away: ("still", "no weight of Sequential has changed from step 1 to 5"),
+    a_scaler_for_each_step: ("still", "no weight of Sequential has changed from step 1 to 18"),
+    statistics_that_were_saved_in_float16: ("weights", "running_var of BatchNorm1d is not finite"),
+    ids_that_were_kept_in_float16: ("cast", "it does not hold all above 2048"),
+    distances_of_far_points: ("cancellation", "computes with too few digits"),
+    an_average_of_two_ops: ("still", "averages; wholly 0.bias"),
+    accumulation_in_a_copy: ("still", "gradients"),
+    a_schedule_of_its_own: ("rounding", "the buffer kept was cast, and"),
 }
 """The cause of each, and a part of what must be said of it."""
 
