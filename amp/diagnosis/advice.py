@@ -16,8 +16,8 @@ from amp.profiles.properties import Properties
 SMALLER = "Make its inputs smaller, as by subtracting their maximum: FP32 does not hold it either."
 ANOTHER_WAY = (
     "Compute it in another way, as by logsumexp, logsigmoid or expm1, by a sum of logarithms in place\n"
-    "of a product, or by a difference that is squared instead of squares that are subtracted: FP32\n"
-    "loses it too. A constant has to be larger, as in clamp(1e-6, 1 - 1e-6). Or take float64."
+    "of a product, or by a difference that is squared instead of squares that are subtracted.\n"
+    "FP32 loses it too. A constant has to be larger, as in clamp(1e-6, 1 - 1e-6). Or take float64."
 )
 ITSELF = (
     "Take away from its inputs what they have in common, or compute it in float64; torch.cdist has\n"
