@@ -421,7 +421,7 @@ def test_a_weight_that_is_frozen_after_the_backward_is_stepped_as_in_torch(make:
     model[0].weight.requires_grad_(False)
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
-    assert torch.equal(model[0].weight, list(amp.master_params(optimizer))[0].bfloat16())
+    assert torch.equal(model[0].weight, next(iter(amp.master_params(optimizer))).bfloat16())
 
 
 def test_a_forward_in_compiled_code_does_not_look_and_says_so() -> None:
