@@ -185,8 +185,8 @@ def test_an_error_of_the_models_own_gets_no_note() -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_mask_that_float16_does_not_hold_is_explained(level: str) -> None:
     class Scores(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            scores = super().forward(x)
+        def forward(self, input: Tensor) -> Tensor:
+            scores = super().forward(input)
             return scores.masked_fill(scores > 0, -1e9)
 
     model = amp.Session(level, verbosity=0).initialize(nn.Sequential(Scores(4, 4)))

@@ -125,9 +125,7 @@ def main(job: str) -> None:
     run = runner(given["arguments"])
     if given["seed"] is not None:
         seed_random_numbers(given["seed"])
-    watcher: Any = ScriptWatch(given["needs_amp"], end, given["at"])
-    if given["trial"] is not None:
-        watcher = RunObserver(Trial(**given["trial"]), end)
+    watcher = _watcher(given, end)
     watcher.tell = lambda text: os.write(given["steps"], f"# {text}\n".encode())
     with watcher, ExitStack() as stack:
         if given["injects"]:
@@ -147,6 +145,13 @@ def main(job: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
+
+
+def _watcher(given: dict[str, Any], end: Callable[[], None]) -> Any:
+    """Return what watches the script, and calls `end` when enough was seen."""
+    if given["trial"] is not None:
+        return RunObserver(Trial(**given["trial"]), end)
+    return ScriptWatch(given["needs_amp"], end, given["at"])
 
 
 def _end_with(alive: int) -> None:

@@ -355,7 +355,7 @@ def accumulation_in_a_copy() -> None:
 
 
 def a_schedule_of_its_own() -> None:
-    schedule = nn.Module()
+    schedule: Any = nn.Module()
     schedule.register_buffer("kept", (1 - torch.linspace(1e-4, 0.02, 64)).cumprod(0))
     schedule.bfloat16()
     model = net()
