@@ -71,7 +71,8 @@ def test_special_values_step_as_the_formula_and_torch_say(
         monkeypatch.setenv("AMP_KERNELS", backend)
     case = CASES[name]
     by_tensor, moments = case.rule in BY_TENSOR, case.rule.moments
-    for decay, t in itertools.product((0.0, 0.1, torch.tensor(0.0)), (1, 2)):
+    decays = (0.0, 0.1) if INTERPRETED and by_tensor else (0.0, 0.1, torch.tensor(0.0))
+    for decay, t in itertools.product(decays, (1, 2)):
         values = FEW if by_tensor else VALUES
         if by_tensor and decay:  # squares of which the norm is the root
             values = tuple(x for x in values if abs(x) != LARGEST)
