@@ -21,7 +21,7 @@ from tests.models import initialize, run_backward, train_on
 from tests.states import assert_same
 
 LR = 1e-2
-STEPS = 60
+STEPS = 40
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
