@@ -92,7 +92,7 @@ def train(net: Any, optimizer: Any, steps: int, then: Callable[[], object] = int
 
 
 @pytest.mark.parametrize(
-    ("level", "way", "before"), covering(LEVELS, WAYS, [False, True], strength=1, slow_strength=2)
+    ("level", "way", "before"), covering(LEVELS, WAYS, [False, True], strength=1, slow_strength=1)
 )
 def test_an_average_learns_as_in_fp32(level: str, way: str, before: bool) -> None:
     make, update = WAYS[way]
