@@ -81,10 +81,8 @@ def test_every_recipe_follows_half_precision(level: str, recipe: str) -> None:
 @pytest.mark.parametrize(
     ("level", "recipe", "dtype"),
     [
-        ("O6", "current", torch.float32),
         ("O7", "current", torch.bfloat16),
         ("fp8-mixed", "current", torch.float32),
-        ("O8", "nvfp4", torch.float32),
         ("O9", "nvfp4", torch.bfloat16),
         ("fp4-mixed", "nvfp4", torch.float32),
     ],

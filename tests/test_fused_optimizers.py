@@ -415,9 +415,9 @@ class NovoGrad(torch.optim.Optimizer):
                 p -= LR * (mean if self.inside else mean / d + 0.1 * p)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("init_zero", [False, True])
-@pytest.mark.parametrize("norm_type", [0, 2])
+@pytest.mark.parametrize(
+    ("inside", "init_zero", "norm_type"), covering([False, True], [False, True], [0, 2])
+)
 def test_novograd(inside: bool, init_zero: bool, norm_type: int) -> None:
     net, exact = model(), model(torch.float64)
     optimizer = FusedNovoGrad(
