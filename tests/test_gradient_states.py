@@ -65,19 +65,19 @@ def test_any_script(level: str) -> None:
 
 @pytest.mark.parametrize(("level", "kind"), LEAN)
 def test_any_script_with_lean_masters(level: str, kind: str) -> None:
-    run(level, examples=4, steps=20, shrink=False, lean=kind)
+    run(level, examples=8 if kind == "split16" else 4, steps=20, shrink=False, lean=kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("level", LEVELS)
 def test_any_long_script(level: str) -> None:
-    run(level, examples=10, steps=40, shrink=True)
+    run(level, examples=16, steps=40, shrink=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("level", "kind"), LEAN)
 def test_any_long_script_with_lean_masters(level: str, kind: str) -> None:
-    run(level, examples=10, steps=40, shrink=True, lean=kind)
+    run(level, examples=16, steps=40, shrink=True, lean=kind)
 
 
 # What the machine has found in the library, or in a change that was made to try it, each alone.
