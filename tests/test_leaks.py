@@ -1,7 +1,7 @@
 """Sessions, steps and evaluations leave nothing behind: no thread, file, hook, patch or tensor.
 
 `AMP_LEAKS=1000 pytest tests/test_leaks.py` makes 1,000 sessions, 10,000 steps and 1,000 evaluations at
-each level.
+five levels.
 """
 
 from __future__ import annotations
