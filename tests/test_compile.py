@@ -78,9 +78,13 @@ def batch() -> Tensor:
     return torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("level", "compile_first"), covering(HALF, [False, True], strength=1, slow_strength=1)
+    ("backend", "level", "compile_first"),
+    [
+        ("eager", "O1", False),
+        ("eager", "O4", True),
+        pytest.param("inductor", "O1", False, marks=pytest.mark.slow),
+    ],
 )
 def test_a_model_is_one_graph_with_the_dtypes_of_eager(
     backend: str, level: str, compile_first: bool
@@ -107,10 +111,10 @@ def test_a_model_is_one_graph_with_the_dtypes_of_eager(
 @pytest.mark.parametrize(
     ("level", "optimizer_class"),
     covering(
-        [f"O{i}" for i in range(10)],
+        ["O1", "O5", "O7", "O9"],
         [torch.optim.AdamW, amp.optimizers.FusedAdam],
         strength=1,
-        slow_strength=2,
+        slow_strength=1,
     ),
 )
 def test_a_model_is_compiled_once(level: str, optimizer_class: Any) -> None:
@@ -127,12 +131,12 @@ def test_a_model_is_compiled_once(level: str, optimizer_class: Any) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_whole_training_step(backend: str) -> None:
-    model, optimizer = started(Net(), sgd, "O1")
+    model, optimizer = started(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), sgd, "O1")
 
     @torch.compile(backend=backend, fullgraph=True)
     def forward_and_loss(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        out = model(x)[0]
-        return F.cross_entropy(out.flatten(1), y), x @ model.weight
+        out = model(x)
+        return F.cross_entropy(out.flatten(1), y), x @ model[0].weight
 
     for _ in range(2):
         loss, product = forward_and_loss(batch(), torch.tensor([0, 1]))
@@ -171,7 +175,7 @@ def stepped(level: str, make: Any, when: str) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("level", "make", "when"),
     covering(
-        ["O0", "O1", "O2", "O4", "O5"],
+        ["O0", "O1", "O5"],
         [torch.optim.SGD, amp.optimizers.FusedSGD],
         ["before", "after"],
         strength=2,
@@ -258,9 +262,9 @@ OPS_OF_A_GRAPH = 16
 
 @pytest.mark.slow
 def test_ops_compile_to_the_dtype_of_eager() -> None:
-    """Every other row, because Dynamo and AOTAutograd trace slowly."""
+    """Every third row, because Dynamo and AOTAutograd trace slowly."""
     calls = []
-    for row in (*ops.HALF, *ops.FLOAT, *ops.PROMOTE, *ops.FOLLOWS)[::2]:
+    for row in (*ops.HALF, *ops.FLOAT, *ops.PROMOTE, *ops.FOLLOWS)[::3]:
         if row.op not in UNTRACEABLE:
             convert = (lambda t: t) if row.category in ("half", "promote") else as_half(torch.float16)
             calls.append((row, as_callers_call(row), [ops._map(convert, value) for value in row.args]))
@@ -311,20 +315,24 @@ print(*{t.dtype for t in torch.compile(f, backend="eager", fullgraph=True)(x)})
 @pytest.mark.slow
 def test_processes_that_share_an_inductor_cache_keep_their_dtypes(tmp_path: Path) -> None:
     code = """
-import sys, torch, amp
+import os, sys, torch, amp, torch._inductor.compile_fx
+torch._inductor.config.compile_threads = 1
 w = torch.eye(4)
 @torch.compile(fullgraph=True)
 def f(x):
     return x @ w, x.matmul(w)
-LEVEL = {level!r}
-if LEVEL:
-    amp.initialize(torch.nn.Linear(1, 1), opt_level=LEVEL, verbosity=0)
+for level in ("O1", None):
+    child = os.fork()
+    if not child:
+        break
+    assert not os.waitpid(child, 0)[1]
+else:
+    sys.exit()
+if level:
+    amp.initialize(torch.nn.Linear(1, 1), opt_level=level, verbosity=0)
 print(*[t.dtype for t in f(torch.ones(3, 4))])
 """
-    seen = [
-        run(code.replace("{level!r}", repr(level)), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-        for level in ("O1", None)
-    ]
+    seen = run(code, TORCHINDUCTOR_CACHE_DIR=str(tmp_path)).splitlines()
     half, wide = ("torch.float16",) * 2, ("torch.float32",) * 2
     assert [tuple(line.split()) for line in seen] == [half, wide]
 
@@ -411,9 +419,19 @@ def test_script_says_what_to_do_instead(opt_level: str) -> None:
     assert torch.jit.script(model)(batch())[0].dtype is torch.float32
 
 
-@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, batch())])
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize(("opt_level", "dtype"), [("O1", torch.float16), ("O4", torch.bfloat16)])
+def traced(model: nn.Module) -> Any:
+    return torch.jit.trace(model, batch())
+
+
+@pytest.mark.parametrize(
+    ("make", "called", "opt_level", "dtype"),
+    [
+        (torch.jit.script, False, "O1", torch.float16),
+        (torch.jit.script, True, "O4", torch.bfloat16),
+        (traced, False, "O4", torch.bfloat16),
+        (traced, True, "O1", torch.float16),
+    ],
+)
 def test_a_scripted_or_traced_model(
     make: Any, called: bool, opt_level: str, dtype: torch.dtype
 ) -> None:
@@ -490,7 +508,7 @@ def test_initialize_resets_no_compiler_that_has_compiled_nothing() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch, for any input that is no leaf
-@pytest.mark.parametrize("opt_level", ["O1", "O2", "O4", "O5"])
+@pytest.mark.parametrize("opt_level", ["O1", "O5"])
 @torch._dynamo.config.patch(recompile_limit=3)
 def test_more_models_are_compiled_than_torch_recompiles_one(opt_level: str) -> None:
     """torch.compile gives up on code after some recompilations, and each model has code of its own."""

@@ -42,7 +42,7 @@ def transformer_engines_step(
 @pytest.mark.parametrize("algo", ["max", "most_recent"])
 @pytest.mark.parametrize("length", [1, 16])
 @pytest.mark.parametrize("margin", [0, 2])
-def test_scales_are_transformer_engines_for_thousands_of_steps(
+def test_scales_are_transformer_engines_for_a_thousand_steps(
     algo: str, length: int, margin: int
 ) -> None:
     recipe = Fp8Recipe(
@@ -56,7 +56,7 @@ def test_scales_are_transformer_engines_for_thousands_of_steps(
     ours.add(["a", "b"], torch.device("cpu"))
     largest = torch.tensor([448.0, 448.0, 57344.0]).repeat(2)
     window, scale = torch.zeros(length, 6), torch.zeros(6)
-    for _ in range(3000 if length > 1 and not margin else 200):
+    for _ in range(1000 if length > 1 and not margin else 200):
         now = torch.rand(6) * torch.exp(4 * torch.randn(6))
         for i, amax in enumerate(now):
             ours.see(i // 3, i % 3, amax / 2)

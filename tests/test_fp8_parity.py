@@ -14,10 +14,10 @@ ROW = re.compile(r"^\| ([^|]+) \| ([\d.]+|-) \| [^|]+ \| ([\d.]+) \| [^|]+ \|$",
 
 @pytest.mark.slow
 def test_digits_at_every_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of them over two seeds, and with `AMP_COVERING=all` all of them over three."""
+    """Half of them with one seed, and with `AMP_COVERING=all` all of them over three."""
     ways = list(parity.WAYS)
     if os.environ.get("AMP_COVERING") != "all":
-        monkeypatch.setattr(parity, "SEEDS", parity.SEEDS[:2])
+        monkeypatch.setattr(parity, "SEEDS", parity.SEEDS[:1])
         ways = ["current", "mxfp8", "nvfp4", *parity.BROKEN]
     half = parity.mean_loss("digits", parity.HALF, steps=150)
     for way in ways:

@@ -21,7 +21,7 @@ from tests.models import initialize, run_backward, train_on
 from tests.states import assert_same
 
 LR = 1e-2
-STEPS = 60
+STEPS = 40
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -415,9 +415,9 @@ class NovoGrad(torch.optim.Optimizer):
                 p -= LR * (mean if self.inside else mean / d + 0.1 * p)
 
 
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("init_zero", [False, True])
-@pytest.mark.parametrize("norm_type", [0, 2])
+@pytest.mark.parametrize(
+    ("inside", "init_zero", "norm_type"), covering([False, True], [False, True], [0, 2])
+)
 def test_novograd(inside: bool, init_zero: bool, norm_type: int) -> None:
     net, exact = model(), model(torch.float64)
     optimizer = FusedNovoGrad(

@@ -44,7 +44,7 @@ def make(
     return initialize(model, OPTIMIZERS[optimizer](groups), level, master_weights=masters, **kwargs)
 
 
-def train(model: Any, optimizer: Any, first: int = 0, last: int = 10) -> dict[str, Tensor]:
+def train(model: Any, optimizer: Any, first: int = 0, last: int = 8) -> dict[str, Tensor]:
     for i in range(first, last):
         block(model, optimizer, i)
         optimizer.step()

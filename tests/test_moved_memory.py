@@ -175,7 +175,6 @@ def trained_in_place(case: str) -> list[Tensor]:
 CASES: dict[str, tuple[str | None, dict[str, Any]]] = {
     "no session": (None, {}),
     "O1": ("O1", {}),
-    "O2": ("O2", {}),
     "O5": ("O5", {}),
     "O5 split16": ("O5", {"master_weights": "split16"}),
 }
@@ -183,7 +182,6 @@ STATE = ("exp_avg", "exp_avg_sq", "step")
 WHAT = {
     "no session": ("stepped", "grads", *STATE),
     "O1": ("stepped", "grads", "exp_avg"),
-    "O2": ("models", "grads", "exp_avg"),
     "O5": ("stepped", "models", "grads", *STATE),
     "O5 split16": ("models", "lows", "grads", "exp_avg_sq"),
 }
@@ -300,7 +298,7 @@ from amp.kernels import cpu_loop
 from tests import test_moved_memory as moved
 
 cpu_loop.WORTH_COMPILING = 0
-for case, what in (("O5", "exp_avg"), ("O5", "stepped"), ("O5", "models"), ("no session", "stepped")):
+for case, what in (("O5", "exp_avg"), ("O5", "stepped"), ("O5", "models")):
     def move(training):
         return [moved.by_data(tensor) and None for tensor in training.tensors(what)[5:6]] and []
     moved.trained(case, move)

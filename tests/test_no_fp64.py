@@ -8,6 +8,7 @@ compute on any device, are none.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import sys
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from amp import kernels
 from amp.kernels import backend, update_scale
 from amp.optimizers import FusedAdam
 from tests import training
+from tests.covering import covering
 from tests.levels import DYNAMIC, WITH_MASTERS
 from tests.models import batch, conv_net, run_backward, started
 
@@ -72,7 +74,7 @@ def device_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(update_scale, "has_float64", lambda device: False)
 
 
-def train(model: nn.Module, optimizer: Any, iterations: int = 7) -> None:
+def train(model: nn.Module, optimizer: Any, iterations: int = 6) -> None:
     """Train as scripts do: two losses, accumulation, a delay, clipping, and overflows that are seen."""
     for i in range(iterations):
         images, labels = batch(i)
@@ -107,10 +109,15 @@ def run(level: str, name: str, **options: Any) -> None:
 
 
 @pytest.mark.usefixtures("device_without_float64")
-@pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
-    "level",
-    ["O2", pytest.param("O1", marks=pytest.mark.slow), pytest.param("O5", marks=pytest.mark.slow)],
+    ("level", "name"),
+    [
+        *(("O2", name) for name in OPTIMIZERS),
+        *(
+            pytest.param(level, name, marks=pytest.mark.slow)
+            for level, name in zip(itertools.cycle(("O1", "O5", "O5", "O1")), OPTIMIZERS, strict=False)
+        ),
+    ],
 )
 def test_a_training_loop_makes_none(level: str, name: str) -> None:
     with NoFloat64():
@@ -118,9 +125,13 @@ def test_a_training_loop_makes_none(level: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("device_without_float64")
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("options", [{}, {"loss_scale": 3.0}, {"master_weights": "split16"}])
-@pytest.mark.parametrize("level", WITH_MASTERS)
+@pytest.mark.parametrize(
+    ("level", "options", "name"),
+    covering(
+        *(WITH_MASTERS, [{}, {"loss_scale": 3.0}, {"master_weights": "split16"}], SOME),
+        strength=2,
+    ),
+)
 def test_nor_does_one_with_other_properties(level: str, options: dict[str, Any], name: str) -> None:
     with NoFloat64():
         run(level, name, **options)

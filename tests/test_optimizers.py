@@ -207,8 +207,10 @@ def test_a_sparse_gradient_that_overflows_skips_the_step() -> None:
 # Closures.
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O4", "O5"])  # float16 L-BFGS diverges
-@pytest.mark.parametrize("loss_scale", [128.0, "dynamic"])
+@pytest.mark.parametrize(
+    ("level", "loss_scale"),
+    covering(["O0", "O1", "O2", "O4", "O5"], [128.0, "dynamic"], strength=1),  # float16 L-BFGS diverges
+)
 def test_lbfgs(level: str, loss_scale: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(32, 4)

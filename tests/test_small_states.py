@@ -91,7 +91,7 @@ def test_special_moments(m: float, v: float, expected: tuple[float, float]) -> N
 @pytest.mark.parametrize("exponent", [1, 2, 100, 127, 200, 254])
 @pytest.mark.parametrize("dtype", [BF16, F16])
 def test_masters_keep_eight_more_bits(dtype: torch.dtype, exponent: int) -> None:
-    patterns = (torch.arange(0, 2**23, 7) + (exponent << 23)).int()
+    patterns = (torch.arange(0, 2**23, 19) + (exponent << 23)).int()
     for masters in (patterns.view(F32), (patterns | -(2**31)).view(F32)):
         weight, low = encode(masters, dtype, torch.int8)
         back = decode(weight, low)
@@ -146,19 +146,21 @@ def test_rounding_has_the_right_mean() -> None:
 # Training.
 
 
-@pytest.mark.parametrize("b", [1e-15, 1e-5, 1e-4, 1.5e-3, 4e-3, 1.0, 1e6])
-def test_no_element_decides_on_the_step_of_its_neighbour(b: float) -> None:
-    """The gradients of B are b for 20 steps, and then 0, beside those of A, which are 1 or -1."""
-    weights = nn.Parameter(torch.zeros(2))
-    optimizer = FusedAdam([weights], lr=1.0, state_dtype="packed16")
-    largest = 0.0
+def test_no_element_decides_on_the_step_of_its_neighbour() -> None:
+    """The gradients of B have one size for 20 steps, then 0; those of A, beside it, are 1 or -1."""
+    sizes = (1e-15, 1e-5, 1e-4, 1.5e-3, 4e-3, 1.0, 1e6)
+    weights = [nn.Parameter(torch.zeros(2)) for _ in sizes]
+    optimizer = FusedAdam(weights, lr=1.0, state_dtype="packed16")
+    largest = torch.zeros(len(sizes))
     for i in range(400):
-        weights.grad = torch.tensor([float((-1) ** i), b if i < 20 else 0.0])
-        before = float(weights.detach()[1])
+        for weight, b in zip(weights, sizes, strict=True):
+            weight.grad = torch.tensor([float((-1) ** i), b if i < 20 else 0.0])
+        before = torch.stack([weight.detach()[1] for weight in weights])
         optimizer.step()
-        largest = max(largest, abs(float(weights.detach()[1]) - before))
-    assert largest < 1.6
-    assert largest > 0.9 or b < 1e-8  # where eps decides
+        after = torch.stack([weight.detach()[1] for weight in weights])
+        largest = torch.maximum(largest, (after - before).abs())
+    assert bool((largest < 1.6).all()), largest
+    assert bool((largest[1:] > 0.9).all()), largest  # of the first eps decides
 
 
 def trained_alone(lr: float, steps: int, **options: Any) -> Tensor:
@@ -186,21 +188,26 @@ def test_the_second_moment_falls_without_gradients() -> None:
     weights.grad = torch.ones(4096)
     optimizer.step()
     weights.grad = torch.zeros(4096)
-    for _ in range(1000):
+    for _ in range(300):
         optimizer.step()
     v = optimizer.state_dict()["state"][0]["exp_avg_sq"].float()
-    assert float(v.mean()) == pytest.approx(1e-3 * 0.999**1000, rel=0.08)
+    assert float(v.mean()) == pytest.approx(1e-3 * 0.999**300, rel=0.08)
 
 
-@pytest.mark.parametrize("options", [SMALL, {"master_weights": "split24"}, {"state_dtype": "packed16"}])
-@pytest.mark.parametrize("level", ["O2", "O5"])
+@pytest.mark.parametrize(
+    ("level", "options"),
+    [
+        *(("O2", SMALL), ("O5", SMALL)),
+        *(("O2", {"master_weights": "split24"}), ("O5", {"state_dtype": "packed16"})),
+    ],
+)
 def test_weights_stay_beside_those_of_fp32_state(level: str, options: dict[str, Any]) -> None:
     whole: dict[str, Any] = {"master_weights": True, "state_dtype": None}
     ends = []
     for chosen in (whole, {**whole, **options}):
         model, optimizer = build(level, **chosen)
         start = {name: x.clone() for name, x in model.state_dict().items() if "weight" in name}
-        train(model, optimizer, range(60))
+        train(model, optimizer, range(40))
         ends.append({name: model.state_dict()[name] for name in start})
     for name, exact in ends[0].items():
         off, way = (ends[1][name] - exact).norm(), (exact - start[name]).norm()
@@ -210,13 +217,21 @@ def test_weights_stay_beside_those_of_fp32_state(level: str, options: dict[str, 
 IN_BFLOAT16 = {"master_weights": None, "state_dtype": "bfloat16"}
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
+RESUMED = (
+    *((x, cls, {}) for x in ("O2", "O5") for cls in (FusedAdam, FusedSGD)),
+    *(("O5", cls, {}) for cls in (FusedLAMB, FusedLion)),
+    *((x, cls, IN_BFLOAT16) for x in ("O0", "O2", "O5") for cls in (FusedAdam, FusedSGD)),
+    *(("O2", cls, IN_BFLOAT16) for cls in (FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)),
+)
+
+
 @pytest.mark.parametrize(
-    ("level", "cls", "options"),
+    ("level", "cls", "options", "set_to_none"),
     [
-        *((x, cls, {}) for x in ("O2", "O5") for cls in (FusedAdam, FusedLAMB, FusedLion, FusedSGD)),
-        *((x, cls, IN_BFLOAT16) for x in ("O0", "O2", "O5") for cls in (FusedAdam, FusedSGD)),
-        *(("O2", cls, IN_BFLOAT16) for cls in (FusedAdagrad, FusedLAMB, FusedLion, FusedNovoGrad)),
+        (*case, is_none)
+        for i, case in enumerate(RESUMED)
+        for is_none in (True, False)
+        if case[:2] == ("O2", FusedAdam) or is_none is bool(i % 3)
     ],
 )
 def test_a_resumed_run_goes_on_bit_for_bit(
@@ -399,7 +414,11 @@ def measured(holders: Any, call: Any) -> tuple[Any, Step]:
 
 @pytest.mark.parametrize(
     ("masters", "state_dtype", "level", "reference"),
-    covering(("split24", "split16", "kahan", True), ("packed16", BF16), ("O2", "O5"), (False, True)),
+    covering(
+        *(("split24", "split16", "kahan", True), ("packed16", BF16), ("O2", "O5"), (False, True)),
+        strength=1,
+        slow_strength=1,
+    ),
 )
 def test_a_checkpoint_takes_little_memory_besides_itself(
     masters: Any, state_dtype: Any, level: str, reference: bool, monkeypatch: pytest.MonkeyPatch

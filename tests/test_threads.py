@@ -23,7 +23,7 @@ from tests.covering import covering
 from tests.states import assert_same
 
 STEPS = int(os.environ.get("AMP_THREAD_STEPS", "4"))
-PAIRS = [("O1", "O4"), ("O1", "O0"), ("O1", "O2"), ("O2", "O5"), ("O4", "O6"), ("O4", "O0")]
+PAIRS = [("O1", "O4"), ("O1", "O0"), ("O2", "O5"), ("O4", "O6")]
 
 
 class Net(nn.Module):
@@ -397,7 +397,7 @@ REMOVES = hasattr(torch._C, "_remove_obj_from_tls")
 @pytest.mark.slow
 @pytest.mark.skipif(not REMOVES, reason="torch keeps objects of threads")
 def test_a_process_that_has_trained_in_threads_ends_well() -> None:
-    for _ in range(50):
+    for _ in range(12):
         command = [sys.executable, "-W", "ignore", "-c", TRAIN_IN_THREADS]
         ended = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (ended.returncode, ended.stderr) == (0, "")

@@ -155,7 +155,7 @@ OTHERS = "is a folder that users other than"
         pytest.param("home", "given away", OTHERS, marks=pytest.mark.slow),
         ("library", "given away", ""),
         ("library", 0o666, ""),
-        ("cache", 0o777, OTHERS),
+        pytest.param("cache", 0o777, OTHERS, marks=pytest.mark.slow),
         pytest.param("cache", 0o720, OTHERS, marks=pytest.mark.slow),
         ("cache", 0o1777, "not a folder that this user alone"),
         ("home", 0o777, OTHERS),

@@ -49,8 +49,8 @@ def around(device: torch.device) -> Tensor:
 
 def every_exponent_and_remainder() -> Iterator[Tensor]:
     """All signs and exponents, some leading mantissas, and all 2^16 remainders of each."""
-    leading = torch.tensor([0, 1, 63, 126, 127])
     for exponent in range(2**9):
+        leading = torch.tensor([0, 1 + exponent % 126, 127])
         bits = (((exponent << 7) + leading)[:, None] << 16) + ALL_LOW_BITS
         yield from_bits(bits)
 

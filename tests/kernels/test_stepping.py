@@ -29,7 +29,7 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 LR = 1e-2
 EPS = {dtype: torch.finfo(dtype).eps for dtype in (F16, BF16)}
 SHAPES = ((), (0,), (7,), (33, 65), (2048 + 9,))
-STEPS = 4 if INTERPRETED else 300
+STEPS = 4 if INTERPRETED else 100
 
 
 def adam(**changes: Any) -> Any:
@@ -349,13 +349,11 @@ def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: 
     ("rule", "weight", "low", "kept"),
     [
         (ADAMW, BF16, torch.int8, "packed"),
-        (ADAMW, F16, torch.int8, "packed"),
-        (ADAMW, BF16, torch.int16, BF16),
-        (ADAM, F32, None, F32),
+        (ADAMW, F16, torch.int8, BF16),
         (LION, F16, torch.int16, BF16),
-        (MOMENTUM_SGD, BF16, torch.int8, BF16),
+        (MOMENTUM_SGD, BF16, torch.int16, BF16),
     ],
-    ids=["adamw, bfloat16", "adamw, float16", "adamw, split16", "adam, float32", "lion", "sgd"],
+    ids=["adamw, packed", "adamw", "lion", "sgd"],
 )
 @pytest.mark.parametrize("first", [0, 2**24 - 2, 2**26])
 def test_all_backends_give_the_same_bits(
@@ -398,13 +396,15 @@ def test_each_step_has_random_bits_of_its_own_also_beyond_16_million(
     """float32 cannot add 1 to 2^24; a moment that stands still would be rounded the same for good."""
     monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
     n, start = 4096, 2.0**24 - 2
-    params, grads = [torch.zeros(n, device=device)], [torch.full((n,), 1.0, device=device)]
+    params, grads = ([torch.full((n,), x, device=device, dtype=BF16)] for x in (0.0, 1.0))
+    lows = [torch.zeros(n, device=device, dtype=torch.int16)]
     steps, counts, seen = [torch.full((), start, device=device)], [], set()
     for i in range(8):
         moments = [[torch.full((n,), 1.0, device=device, dtype=BF16)]]
         found_inf = torch.full((1,), float(i == 5), device=device)
         origins, numbers = [Origin(5)], numbers_of(MOMENTUM_SGD, lr=0.0, momentum=0.001)
-        options: dict[str, Any] = {"origins": origins, "found_inf": found_inf, "backend": backend}
+        options: dict[str, Any] = {"origins": origins, "found_inf": found_inf, "lows": lows}
+        options["backend"] = backend
         step(MOMENTUM_SGD, numbers, params, grads, moments, steps, **options)
         counts.append(float(steps[0]) - start)
         seen.add(tuple(moments[0][0].tolist()))
@@ -449,8 +449,7 @@ class Session:
         return [x.nan_to_num(7e7) for x in (*self.tensors.copies(), *self.models)]
 
 
-@pytest.mark.parametrize("dtype", [F16, BF16])
-@pytest.mark.parametrize("name", [*RULES, "lamb, ranks"])
+@pytest.mark.parametrize(("name", "dtype"), covering([*RULES, "lamb, ranks"], [F16, BF16], strength=1))
 def test_a_step_that_merges_steps_what_was_written_to_weights(
     device: torch.device, name: str, dtype: torch.dtype
 ) -> None:
@@ -478,10 +477,7 @@ def test_a_step_that_does_not_merge_steps_the_masters(device: torch.device) -> N
     assert all(map(torch.equal, one.copies(), other.copies()))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    covering(["adagrad", "adam", "lion", "momentum", "novograd"], [F16, BF16], strength=1),
-)
+@pytest.mark.parametrize(("name", "dtype"), [("adam", F16), ("novograd", BF16)])
 def test_all_backends_merge_alike(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
 ) -> None:

@@ -7,6 +7,7 @@ cast. FP4 takes no conversion with random bits, which few GPUs have.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -63,13 +64,27 @@ TARGETS = {
 """For what the kernels of FP8 are compiled, and for what those of FP4."""
 
 
+TAKES_ALL = os.environ.get("AMP_COVERING") == "all"
+
+
 def cases_for(target: str) -> Iterator[tuple[str, Case]]:
-    """Yield all cases for one GPU, and a sixth of them for each of the others; for AMD's all of FP8."""
+    """Yield each kernel's case for one GPU in BF16 or in FP32, and so for AMD's those of FP8.
+
+    For each of the others it is a sixth of the cases. With `AMP_COVERING=all` there are all for these.
+    """
     for is_fp4, targets in TARGETS.items():
         own = [(name, case) for name, case in CASES.items() if case.is_fp4 is is_fp4]
-        if target in targets:
-            takes_all = target == "sm_90" or (target.startswith("gfx") and not is_fp4)
-            yield from own if takes_all else own[targets.index(target) % 6 :: 6]
+        if target not in targets:
+            continue
+        if target != "sm_90" and (is_fp4 or target.startswith("sm_")):
+            yield from own[targets.index(target) % 6 :: 6]
+        elif TAKES_ALL:
+            yield from own
+        else:
+            first = int(target == "gfx950")
+            for source in BYTES:
+                yield from [each for each in own if each[1].source == source][first::2]
+                first = 1 - first
 
 
 def accesses_in_fp8(case: Case, target: str) -> tuple[int, int]:
