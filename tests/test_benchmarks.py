@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import importlib
 import subprocess
 import sys
@@ -78,6 +77,7 @@ print("a row")
 def test_a_part_ends_with_what_it_started_and_leaves_its_rows(
     end: str, how: str, tmp_path: Path
 ) -> None:
+    fcntl = pytest.importorskip("fcntl")
     file = tmp_path / "part.txt"
     script = SCRIPT.format(str(tmp_path / "lock"), end)
     assert first_gpu.run([sys.executable, "-c", script], file, 1.5) == how
