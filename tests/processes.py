@@ -129,6 +129,8 @@ def run_python(*arguments: Any, **environment: str) -> subprocess.CompletedProce
 
 def _become(program: dict[str, Any], descriptors: list[int]) -> None:
     """Be another Python program from here to the end of the process."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if program["is_leader"]:
         os.setsid()
     said, *files = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, ABOVE) for each in descriptors]
@@ -163,15 +165,20 @@ def _serve(requests: socket.socket) -> None:
     import torch._dynamo  # noqa: F401  # the first optimizer imports it
 
     gc.freeze()  # collectors in forks need not look at what torch has made
-    running: dict[int, tuple[Any, int]] = {}
+    ended, wakeup = os.pipe()
+    os.set_blocking(wakeup, False)
+    signal.set_wakeup_fd(wakeup)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    running: list[tuple[Any, int]] = []
     while True:
-        for ready in connection.wait([requests, *running]):
-            if ready is not requests:
-                process, said = running.pop(int(ready))
-                process.join()
-                os.write(said, f"{process.exitcode}\n".encode())
-                os.close(said)
-                continue
+        ready = connection.wait([requests, ended])
+        if ended in ready:
+            os.read(ended, 1024)
+            for each in [each for each in running if each[0].exitcode is not None]:
+                running.remove(each)
+                os.write(each[1], f"{each[0].exitcode}\n".encode())
+                os.close(each[1])
+        if requests in ready:
             size, descriptors, _, _ = socket.recv_fds(requests, 8, 64)
             if not size:
                 return
@@ -180,9 +187,9 @@ def _serve(requests: socket.socket) -> None:
             fork = multiprocessing.get_context("fork")
             process = fork.Process(target=_become, args=(program, descriptors))
             process.start()
-            running[process.sentinel] = process, descriptors[0]
-            for each in descriptors[1:]:
-                os.close(each)
+            running.append((process, descriptors[0]))
+            for descriptor in descriptors[1:]:
+                os.close(descriptor)
 
 
 if __name__ == "__main__":
