@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-ABOVE = 1000
-"""Descriptors from here on are nobody's."""
 
 
 class Server:
@@ -133,7 +131,11 @@ def _become(program: dict[str, Any], descriptors: list[int]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if program["is_leader"]:
         os.setsid()
-    said, *files = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, ABOVE) for each in descriptors]
+    os.write(descriptors[0], f"{os.getpid()}\n".encode())
+    above = max(program["places"]) + 1
+    files = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in descriptors[1:]]
+    for each in descriptors:
+        os.close(each)
     for file, place in zip(files, program["places"], strict=True):
         os.dup2(file, place)
         os.close(file)
@@ -146,8 +148,6 @@ def _become(program: dict[str, Any], descriptors: list[int]) -> None:
         sys.warnoptions.clear()
         warnings.resetwarnings()
     sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    os.write(said, f"{os.getpid()}\n".encode())
-    os.close(said)
     option, *rest = program["arguments"]
     if option == "-c":
         sys.argv = ["-c", *rest[1:]]
