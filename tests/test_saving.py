@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import IO
 
 import pytest
 import torch
@@ -191,7 +191,7 @@ amp.save(sys.argv[1], {"a": 1})
 
 
 @contextmanager
-def writer_that_stops(path: Path) -> Iterator[tuple[Forked, TextIO]]:
+def writer_that_stops(path: Path) -> Iterator[tuple[Forked, IO[str]]]:
     """Yield a process that has written a file, and goes on to give it its name when it is told."""
     pipes = [*os.pipe(), *os.pipe()]
     given, to_it, from_it, said = (os.fdopen(each, "rwrw"[i]) for i, each in enumerate(pipes))

@@ -74,7 +74,8 @@ def run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], scripts_in_fork
     def run(text: str) -> tuple[int, str, str]:
         (tmp_path / "train.py").write_text(text)
         status = main(["doctor", str(tmp_path / "train.py")])
-        return status, *capsys.readouterr()
+        said, error = capsys.readouterr()
+        return status, said, error
 
     return run
 
