@@ -6,6 +6,7 @@ imported, or asks what importing does, needs `subprocess` itself.
 
 from __future__ import annotations
 
+import atexit
 import fcntl
 import functools
 import gc
@@ -46,10 +47,17 @@ class Server:
         socket.send_fds(self.socket, [len(message).to_bytes(8, "big")], descriptors)
         self.socket.sendall(message)
 
+    def end(self) -> None:
+        self.socket.close()
+        self.process.kill()
+        self.process.wait()
+
 
 @functools.cache
 def _server() -> Server:
-    return Server()
+    made = Server()
+    atexit.register(made.end)
+    return made
 
 
 class Forked:
@@ -102,7 +110,7 @@ class Forked:
     def wait(self) -> int:
         if self.returncode is None:
             with self._said:
-                self.returncode = int(self._said.readline())
+                self.returncode = int(self._said.readline() or -signal.SIGKILL)  # the server has ended
         return self.returncode
 
     def send_signal(self, number: int) -> None:
