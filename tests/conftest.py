@@ -6,6 +6,7 @@ import gc
 import itertools
 import operator
 import os
+import subprocess
 import sys
 import types
 import warnings
@@ -27,12 +28,19 @@ from amp.frontend import _Default
 from amp.kernels import backend, update_scale
 from amp.kernels.language import INTERPRETED
 from tests.devices import GPU
+from tests.processes import Forked
 from tests.tried import TRIED
 
 if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which warns of torch.jit
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torch._inductor.cudagraph_trees
+
+if not torch.cuda.is_available():
+    library: Any
+    for library in (torch.cuda.random, torch.xpu.random, torch.mtia):
+        # Seeds wait there for a device, each with the text of a stack, which takes half a millisecond.
+        library._lazy_call = lambda *_, **__: None
 
 if INTERPRETED:
     from triton.runtime import interpreter
@@ -156,6 +164,15 @@ def before_torch_2_10(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("amp.") and hasattr(module, "HAS_GRAD_DTYPE"):
             monkeypatch.setattr(module, "HAS_GRAD_DTYPE", False)
+
+
+@pytest.fixture
+def scripts_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let commands run their scripts in forks of a process that has imported torch."""
+    from amp.trials import scripts
+
+    started = types.SimpleNamespace(Popen=Forked, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(scripts, "subprocess", started)
 
 
 @pytest.fixture

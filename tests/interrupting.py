@@ -59,19 +59,25 @@ class Interrupter:
         self._seen: Counter[tuple[Any, int]] = Counter()
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self._files):
+        if not frame.f_code.co_filename.startswith(self._files) or is_in_formula_of_torch(frame):
             return None
-        if event == "call" and is_in_formula_of_torch(frame):
-            return None
+        return self._count if self.at < 0 else self._strike
+
+    def _count(self, frame: Any, event: str, _: Any) -> Any:
         if event == "line":
             self._seen[frame.f_code, frame.f_lineno] += 1
             if self._seen[frame.f_code, frame.f_lineno] < 3:
                 self.first.append(self.lines)
             self.lines += 1
-            if self.lines - 1 == self.at:
+        return self._count
+
+    def _strike(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            if self.lines == self.at:
                 self.place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 raise KeyboardInterrupt
-        return self.trace
+            self.lines += 1
+        return self._strike
 
     @contextmanager
     def active(self) -> Iterator[None]:

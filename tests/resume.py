@@ -19,8 +19,8 @@ import amp
 from tests.models import DYNAMIC_LEVELS, LEVELS, ConvNet, batch, conv_net, initialize, step_on
 
 OPTIMIZERS = ("SGD", "AdamW")
-OVERFLOWS = (5, 22)  # one in each half
-HALF, WHOLE = 15, 30
+OVERFLOWS = (2, 9)  # one in each half
+HALF, WHOLE = 6, 13
 CASES = [(level, name) for level in LEVELS for name in OPTIMIZERS]
 
 
@@ -34,7 +34,7 @@ def make(name: str, level: str, seed: int = 0) -> tuple[ConvNet, torch.optim.Opt
 
 
 def scaling(level: str) -> dict[str, Any]:
-    """A loss scale that moves within thirty steps."""
+    """A loss scale that moves in each half."""
     if level in DYNAMIC_LEVELS:
         return {"loss_scale": {"init": 1024, "growth_interval": 4, "hysteresis": 2}, "verbosity": 0}
     return {"verbosity": 0}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,11 +59,15 @@ def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
 # docs/benchmarks/first_gpu.py.
 
 SCRIPT = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(2); print('too late')"])
+import fcntl, subprocess, sys, time
+lock = open({!r}, "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+late = [sys.executable, "-c", "import time; time.sleep(5); print('too late')"]
+subprocess.Popen(late, pass_fds=[lock.fileno()])
 print("a row")
 {}
 """
+"""What it starts holds its lock, and prints a row too late."""
 
 
 @pytest.mark.parametrize(
@@ -74,9 +77,12 @@ print("a row")
 def test_a_part_ends_with_what_it_started_and_leaves_its_rows(
     end: str, how: str, tmp_path: Path
 ) -> None:
+    fcntl = pytest.importorskip("fcntl")
     file = tmp_path / "part.txt"
-    assert first_gpu.run([sys.executable, "-c", SCRIPT.format(end)], file, 1.5) == how
-    time.sleep(1.5)
+    script = SCRIPT.format(str(tmp_path / "lock"), end)
+    assert first_gpu.run([sys.executable, "-c", script], file, 1.5) == how
+    with (tmp_path / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until all that it started has ended
     assert file.read_text() == "a row\n"
 
 

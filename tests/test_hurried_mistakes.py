@@ -453,6 +453,7 @@ for _ in range(steps):
 """
 
 
+@pytest.mark.usefixtures("scripts_in_forks")
 @pytest.mark.parametrize(
     ("arguments", "size", "said"),
     [
@@ -601,6 +602,7 @@ def test_the_doctor_has_colours_on_a_terminal_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("scripts_in_forks")
 def test_the_picture_of_the_doctor_is_what_it_prints() -> None:
     """`python docs/site/terminal.py` draws it anew. Digits depend on the machine's products."""
     shown = re.sub(r"[\d.]+", "0", terminal.drawn(terminal.printed()))

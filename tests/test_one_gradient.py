@@ -358,8 +358,9 @@ def test_what_is_dropped_with_gradients_is_freed(level: str, optimizer: str) -> 
     assert [each() for each in alive] == [None] * len(alive)
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "FusedSGD"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(
+    ("level", "optimizer"), covering(["O1", "O2", "O5"], ["SGD", "FusedSGD"], strength=1)
+)
 def test_gradients_are_where_they_were_after_a_compilation(level: str, optimizer: str) -> None:
     t = Training(level, optimizer)
     torch._dynamo.reset()
@@ -379,8 +380,9 @@ def test_gradients_are_where_they_were_after_a_compilation(level: str, optimizer
         assert torch.equal(p.grad, grad)  # pyright: ignore
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "FusedSGD"])
-@pytest.mark.parametrize("level", ["O1", "O2", "O5"])
+@pytest.mark.parametrize(
+    ("level", "optimizer"), covering(["O1", "O2", "O5"], ["SGD", "FusedSGD"], strength=1)
+)
 def test_compiled_functions_take_gradients(level: str, optimizer: str) -> None:
     torch._dynamo.reset()
     shorter = torch.compile(lambda grad: grad / (grad.norm() + 1), backend="eager", dynamic=False)

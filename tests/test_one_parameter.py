@@ -443,9 +443,8 @@ def test_a_load_without_memory_says_so(level: str, optimizer: str) -> None:
     opt.load_state_dict(state)
 
 
-@pytest.mark.parametrize("words", [pytest.param("levels", marks=pytest.mark.slow), "env"])
-def test_a_command_without_stdout_ends_well(words: str) -> None:
-    command = f"{sys.executable} -m amp {words} >&-"
+def test_a_command_without_stdout_ends_well() -> None:
+    command = f"{sys.executable} -m amp levels >&-"
     ended = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
 

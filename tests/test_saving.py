@@ -5,17 +5,18 @@ import pickle
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import pytest
 import torch
 
 import amp
+from tests.processes import Forked
 
 WRITER = """
 import sys, torch, amp
@@ -57,7 +58,7 @@ def test_misuse_is_named(tmp_path: Path) -> None:
 def check_kills(path: Path, kills: int) -> None:
     chance, seen = random.Random(0), []
     for _ in range(kills):
-        writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
+        writer = Forked([sys.executable, "-c", WRITER, path])
         while not path.exists():
             assert writer.poll() is None
             time.sleep(0.01)
@@ -70,8 +71,8 @@ def check_kills(path: Path, kills: int) -> None:
     assert max(seen) > 0
 
 
-def test_a_kill_leaves_a_whole_file(tmp_path: Path) -> None:
-    check_kills(tmp_path / "x.pt", 1)
+def test_three_kills_leave_a_whole_file(tmp_path: Path) -> None:
+    check_kills(tmp_path / "x.pt", 3)
 
 
 @pytest.mark.slow
@@ -190,23 +191,25 @@ amp.save(sys.argv[1], {"a": 1})
 
 
 @contextmanager
-def writer_that_stops(path: Path) -> Iterator[subprocess.Popen[str]]:
+def writer_that_stops(path: Path) -> Iterator[tuple[Forked, IO[str]]]:
     """Yield a process that has written a file, and goes on to give it its name when it is told."""
-    with subprocess.Popen(
-        [sys.executable, "-c", STOPPING, str(path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "written\n"
-        yield writer
+    pipes = [*os.pipe(), *os.pipe()]
+    given, to_it, from_it, said = (os.fdopen(each, "rwrw"[i]) for i, each in enumerate(pipes))
+    with to_it, from_it:
+        with given, said:
+            writer = Forked([sys.executable, "-c", STOPPING, path], stdin=given, stdout=said)
+        try:
+            assert from_it.readline() == "written\n"
+            yield writer, to_it
+        finally:
+            writer.kill()
+            writer.wait()
 
 
 @pytest.mark.slow
 def test_what_a_kill_left_is_removed_by_the_next_save_of_that_file(tmp_path: Path) -> None:
-    with writer_that_stops(tmp_path / "x.pt") as writer:
-        writer.kill()
+    with writer_that_stops(tmp_path / "x.pt"):
+        pass  # it is killed
     (left,) = tmp_path.iterdir()
     assert re.fullmatch(r"x\.pt\.[0-9a-f]{16}\.tmp", left.name)
     amp.save(tmp_path / "y.pt", {"a": 2})
@@ -218,10 +221,10 @@ def test_what_a_kill_left_is_removed_by_the_next_save_of_that_file(tmp_path: Pat
 @pytest.mark.slow
 def test_what_another_process_is_writing_stays(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    with writer_that_stops(path) as writer:
+    with writer_that_stops(path) as (writer, to_it):
         amp.save(path, {"a": 2})
         assert torch.load(path, weights_only=True) == {"a": 2}
-        writer.communicate("go on\n\n")  # for the file, and for its folder
-    assert writer.returncode == 0
+        print("go on\n", file=to_it, flush=True)  # for the file, and for its folder
+        assert writer.wait() == 0
     assert torch.load(path, weights_only=True) == {"a": 1}
     assert [each.name for each in tmp_path.iterdir()] == ["x.pt"]

@@ -186,10 +186,12 @@ SCRIPTS = (
 @pytest.mark.parametrize(
     ("script", "level", "optimizer"),
     [
-        *covering(SCRIPTS, WHOLE, ["SGD", "AdamW, fused", "FusedAdam"]),
-        *covering(SCRIPTS, ["O2", "O5"], OPTIMIZERS, strength=1, slow_strength=1),
-        *covering(SCRIPTS, LEAN, FUSED, strength=1),
-        *covering(SCRIPTS, [level for level in LEAN if "split24" not in level], TORCHS, strength=1),
+        *covering(SCRIPTS, WHOLE, TORCHS, strength=1),
+        *covering(SCRIPTS, WHOLE, FUSED, strength=1, slow_strength=1),
+        *covering(
+            SCRIPTS, ["O2 split16", "O5 split24", "O5 kahan"], FUSED, strength=1, slow_strength=1
+        ),
+        *covering(SCRIPTS, ["O5 split16", "O2 kahan"], TORCHS, strength=1),
     ],
 )
 def test_a_script_that_writes_without_a_trace_trains_as_in_fp32(

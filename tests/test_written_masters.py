@@ -63,6 +63,7 @@ def steps_of_sam(t: Training) -> None:
         t.optimizer.step()
 
 
+FEW = ["SGD", "AdamW, fused", "FusedAdam", "FusedSGD"]
 OF_MASTERS = (without_a_gradient, by_a_lookahead_that_nobody_knows, copied_into_entries)
 TARGETS = [target for target in training.TARGETS if target != "weights"]
 
@@ -73,7 +74,7 @@ TARGETS = [target for target in training.TARGETS if target != "weights"]
         TARGETS,
         [when for when in PLAIN_TIMES if when is not evaluated_after],
         ["O2", "O5"],
-        ["SGD", "AdamW, fused", "FusedAdam", "FusedSGD"],
+        FEW,
     ),
 )
 def test_what_is_written_to_masters_holds(target: str, when: Any, level: str, optimizer: str) -> None:
@@ -82,7 +83,11 @@ def test_what_is_written_to_masters_holds(target: str, when: Any, level: str, op
 
 
 @pytest.mark.parametrize(
-    ("target", "when", "level", "optimizer"), covering(TARGETS, PLAIN_TIMES, WHOLE, OPTIMIZERS)
+    ("target", "when", "level", "optimizer"),
+    [
+        *covering(TARGETS, PLAIN_TIMES, WHOLE, FEW),
+        *covering(TARGETS, PLAIN_TIMES, WHOLE, OPTIMIZERS, strength=1, slow_strength=1),
+    ],
 )
 def test_what_is_written_to_masters_is_in_the_next_forward(
     target: str, when: Any, level: str, optimizer: str
@@ -94,8 +99,9 @@ def test_what_is_written_to_masters_is_in_the_next_forward(
 @pytest.mark.parametrize(
     ("script", "level", "optimizer"),
     [
-        *covering(OF_MASTERS, WHOLE, OPTIMIZERS),
-        *covering([steps_of_sam], ["O2", "O5"], ["SGD", "AdamW, fused", "FusedAdam", "FusedSGD"]),
+        *covering(OF_MASTERS, WHOLE, FEW),
+        *covering(OF_MASTERS, WHOLE, OPTIMIZERS, strength=1, slow_strength=1),
+        *covering([steps_of_sam], ["O2", "O5"], FEW),
     ],
 )
 def test_a_script_that_writes_to_masters_trains_as_in_fp32(
@@ -162,7 +168,8 @@ AFTER_A_LOOK = (
 @pytest.mark.parametrize(
     ("script", "level", "optimizer"),
     [
-        *covering(AFTER_A_LOOK, WHOLE, OPTIMIZERS),
+        *covering(AFTER_A_LOOK, WHOLE, FEW),
+        *covering(AFTER_A_LOOK, WHOLE, OPTIMIZERS, strength=1, slow_strength=1),
         *covering(
             AFTER_A_LOOK[:3],  # lean masters have no values to log
             LEAN,
@@ -214,7 +221,13 @@ def masters_saved_and_then_weights(t: Training) -> None:
 BOTH = (weights_and_then_masters, masters_and_then_weights, masters_saved_and_then_weights)
 
 
-@pytest.mark.parametrize(("script", "level", "optimizer"), covering(BOTH, WHOLE, OPTIMIZERS))
+@pytest.mark.parametrize(
+    ("script", "level", "optimizer"),
+    [
+        *covering(BOTH, WHOLE, FEW),
+        *covering(BOTH, WHOLE, OPTIMIZERS, strength=1, slow_strength=1),
+    ],
+)
 def test_writes_to_weights_and_to_masters_come_one_after_the_other(
     script: training.Script, level: str, optimizer: str
 ) -> None:
@@ -262,10 +275,16 @@ def wrapped_and_saved(t: Training) -> None:
         t.results += t.state
 
 
+WRAPPED = (wrapped, wrapped_and_saved)
+
+
 @pytest.mark.parametrize(
     ("wrap", "script", "level", "optimizer"),
     [
-        *covering([Clamping, ClampingBefore], [wrapped, wrapped_and_saved], WHOLE, OPTIMIZERS),
+        *covering([Clamping, ClampingBefore], WRAPPED, WHOLE, FEW),
+        *covering(
+            [Clamping, ClampingBefore], [wrapped], WHOLE, OPTIMIZERS, strength=1, slow_strength=1
+        ),
         *covering([Clamping, ClampingBefore], [wrapped], LEAN, ["FusedAdam", "FusedSGD"], strength=1),
     ],
 )

@@ -85,11 +85,13 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """Three blocks and a head."""
+    """Two or three blocks and a head."""
 
-    def __init__(self, head: str = "plain", **of_block_1: Any) -> None:
+    def __init__(self, head: str = "plain", blocks: int = 2, **of_block_1: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block(**of_block_1), Block()])
+        self.blocks = nn.ModuleList(
+            [Block(), Block(**of_block_1), *(Block() for _ in range(2, blocks))]
+        )
         self.head = Head(head)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:

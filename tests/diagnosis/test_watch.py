@@ -605,7 +605,7 @@ def test_a_diagnosis_inside_of_a_watch() -> None:
         model, optimizer = amp.initialize(
             model, optimizer, opt_level="O2", loss_scale=128.0, verbosity=0
         )
-        for _ in range(3):
+        for _ in range(2):
             with amp.diagnose(model, optimizer) as report:
                 for _ in range(2):
                     optimizer.zero_grad()

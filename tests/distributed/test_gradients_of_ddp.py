@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -131,20 +131,21 @@ SCRIPTS: dict[str, Callable[[Training], None]] = {
 SCRIPTS["a_backward_outside_after_zero_grad"] = partial(a_backward_outside_of_a_block, zeroes=True)
 
 
+@cache
+def moved(script: str, level: str | None, fused: bool, views: bool) -> Tensor:
+    """Return how far a script has moved the weights."""
+    training = Training(level, fused, views)
+    SCRIPTS[script](training)
+    now = weights_of(training.model)
+    assert_equal_on_ranks(now.values())
+    pairs = zip(now.values(), training.start.values(), strict=True)
+    return torch.cat([(after.float() - before.float()).flatten() for after, before in pairs])
+
+
 @ranks(2)
 @pytest.mark.parametrize(("script", "level", "fused"), covering(SCRIPTS, LEVELS, [False, True]))
 def test_a_script_trains_as_in_fp32(rank: int, script: str, level: str, fused: bool) -> None:
     for views in (False, True):
-        moved = []
-        for each in (None, level):
-            training = Training(each, fused, views)
-            SCRIPTS[script](training)
-            now = weights_of(training.model)
-            assert_equal_on_ranks(now.values())
-            pairs = zip(now.values(), training.start.values(), strict=True)
-            moved.append(
-                torch.cat([(after.float() - before.float()).flatten() for after, before in pairs])
-            )
-        expected, found = moved
+        expected, found = moved(script, None, False, views), moved(script, level, fused, views)
         assert expected.norm() > 1e-4
         assert (found - expected).norm() < 0.03 * expected.norm()

@@ -123,8 +123,13 @@ HIDDEN: dict[str, Callable[[str], Hidden]] = {
 
 
 @ranks(2)
-@pytest.mark.parametrize("level", QUICK)
-@pytest.mark.parametrize("kind", HIDDEN)
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [
+        *((kind, level) for kind in HIDDEN if "compiled" not in kind for level in QUICK),
+        *(("compiled DDP", "O5"), ("compiled FSDP2", "O1")),
+    ],
+)
 def test_accumulation_without_communication_is_seen_wherever_it_hides(
     rank: int, kind: str, level: str
 ) -> None:

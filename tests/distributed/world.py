@@ -18,7 +18,6 @@ import multiprocessing
 import os
 import select
 import signal
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -26,14 +25,14 @@ import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import chain
-from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
 import torch
 from torch import distributed
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, Forked
+
 TIMEOUT = timedelta(seconds=20)
 """After which a rank gives up waiting for another."""
 PATIENCE = 3
@@ -45,7 +44,7 @@ class World:
 
     def __init__(self, size: int, backend: str) -> None:
         self.size, self.backend = size, backend
-        self._parent: subprocess.Popen[bytes] | None = None
+        self._parent: Forked | None = None
         self._ranks: list[tuple[TextIO, TextIO]] = []
         """For each rank, what takes its tasks and what has its answers."""
 
@@ -93,12 +92,13 @@ class World:
     def _start(self) -> None:
         tasks, answers = [[os.pipe() for _ in range(self.size)] for _ in range(2)]
         theirs = [[read, write] for (read, _), (_, write) in zip(tasks, answers, strict=True)]
-        self._parent = subprocess.Popen(
+        self._parent = Forked(
             [sys.executable, "-m", "tests.distributed.world", self.backend, json.dumps(theirs)],
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             cwd=ROOT,
             pass_fds=[*chain.from_iterable(theirs)],
             start_new_session=True,
+            warns=False,
         )
         self._ranks = [
             (os.fdopen(write, "w"), os.fdopen(read))

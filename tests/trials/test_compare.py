@@ -731,6 +731,7 @@ def test_a_three_line_script_needs_no_edit(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("scripts_in_forks")
 def test_a_script_that_imports_apex_needs_no_edit(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -743,6 +744,7 @@ def test_a_script_that_imports_apex_needs_no_edit(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("scripts_in_forks")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -759,6 +761,7 @@ def test_a_script_that_does_not_train_is_one_line(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("scripts_in_forks")
 def test_a_script_with_two_models_and_steps_that_do_not_stop_by_themselves(tmp_path: Path) -> None:
     text = """
         import torch, amp

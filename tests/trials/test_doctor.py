@@ -168,7 +168,7 @@ def test_a_lower_scale(level: str) -> None:
     ("level", "better"), [pytest.param("O1", "O4", marks=pytest.mark.slow), ("O2", "O5")]
 )
 def test_another_level(level: str, better: str) -> None:
-    found = prescribed(level, loss=lambda y: 3e6 * mean_square(y))
+    found = prescribed(level, loss=lambda y: 3e6 * mean_square(y), blocks=3)
     assert found.report.cause in ("range", "loss scale")
     assert found.cure is not None
     assert found.cure.level == better
@@ -177,7 +177,7 @@ def test_another_level(level: str, better: str) -> None:
 
 
 def test_what_no_precision_cures() -> None:
-    found = prescribed("O2", head="log")
+    found = prescribed("O2", head="log", blocks=3)
     assert found.cure is None
     assert "no precision cures the cause, mathematics" in found.why_not
     x = batch()

@@ -145,6 +145,7 @@ def command(capsys: Any, *arguments: str, status: int) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("scripts_in_forks")
 def test_the_commands(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(textwrap.dedent(SCRIPT))

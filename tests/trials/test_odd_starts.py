@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,29 +64,42 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+Run = Callable[[str], tuple[int, str, str]]
+
+
+@pytest.fixture
+def run_here(tmp_path: Path, capsys: pytest.CaptureFixture[str], scripts_in_forks: None) -> Run:
+    """Let a doctor in this process look at a script, and return its status and what it says."""
+
+    def run(text: str) -> tuple[int, str, str]:
+        (tmp_path / "train.py").write_text(text)
+        status = main(["doctor", str(tmp_path / "train.py")])
+        said, error = capsys.readouterr()
+        return status, said, error
+
+    return run
+
+
 @pytest.mark.parametrize("what", WHATS)
-def test_what_a_script_does_is_reported(tmp_path: Path, what: str) -> None:
-    (tmp_path / "train.py").write_text(f"{TRAIN}\n{WHATS[what]}\n")
-    found = run(doctor("doctor", "train.py"), tmp_path)
-    assert found.returncode == 0, found.stderr
-    assert "healthy: nothing found" in found.stdout
+def test_what_a_script_does_is_reported(run_here: Run, what: str) -> None:
+    status, said, error = run_here(f"{TRAIN}\n{WHATS[what]}\n")
+    assert status == 0, error
+    assert "healthy: nothing found" in said
 
 
-def test_a_script_that_fails_after_its_steps_keeps_its_report(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(f"{WITHOUT_AMP}\nsys.exit(3)\n")
-    found = run(doctor("doctor", "train.py"), tmp_path)
-    assert found.returncode == 1, found.stderr
-    assert "6 steps; training ended before step 20\nhealthy: nothing found" in found.stdout
-    assert "the script failed: " in found.stdout
+def test_a_script_that_fails_after_its_steps_keeps_its_report(run_here: Run) -> None:
+    status, said, error = run_here(f"{WITHOUT_AMP}\nsys.exit(3)\n")
+    assert status == 1, error
+    assert "6 steps; training ended before step 20\nhealthy: nothing found" in said
+    assert "the script failed: " in said
 
 
-def test_training_in_a_process_that_the_script_forks_is_said_to_be_unseen(tmp_path: Path) -> None:
+def test_training_in_a_process_that_the_script_forks_is_said_to_be_unseen(run_here: Run) -> None:
     text = "import multiprocessing as mp\np = mp.get_context('fork').Process(target=main)\n"
-    (tmp_path / "train.py").write_text(f"{TRAIN}\n{text}p.start()\np.join()\n")
-    found = run(doctor("doctor", "train.py"), tmp_path)
-    assert found.returncode == 2
-    assert "in processes that it starts, use amp.watch()" in found.stderr
-    assert "Traceback" not in found.stderr
+    status, _, error = run_here(f"{TRAIN}\n{text}p.start()\np.join()\n")
+    assert status == 2
+    assert "in processes that it starts, use amp.watch()" in error
+    assert "Traceback" not in error
 
 
 @pytest.mark.parametrize("closed", ["<&-", "<&- >&- 2>&-"])
