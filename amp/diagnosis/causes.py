@@ -101,18 +101,16 @@ def _penalty(shadow: Shadow) -> Op | None:
             scaled.add(number)
         if number not in behind or op.phase != "forward" or scaled.isdisjoint(op.parents):
             continue
-        given = [x for x in tree_leaves((op.args, op.kwargs)) if isinstance(x, (Value, float, int))]
-        others = [_size(x) for x in given if not (isinstance(x, Value) and x.made in scaled)]
-        name, other = op.aten.rstrip("_"), max(others, default=1.0)
+        given = [x for x in tree_leaves(op.args) if isinstance(x, (Value, float, int))]
+        others = [x for x in given if not (isinstance(x, Value) and x.made in scaled)]
+        other = max([largest(x.real) if isinstance(x, Value) else abs(x) for x in others], default=0.0)
+        name, factor = op.aten.rstrip("_"), 1.0
         if name in ("add", "sub", "rsub") and other > 1e-3:  # more than an eps
             return op
-        factor = other if name == "mul" else 1 / other if name == "div" and other else 1.0
+        if name in ("mul", "div") and other:
+            factor = other if name == "mul" else 1 / other
         scaled |= {number} if factor * scale > 1.001 else set()
     return None
-
-
-def _size(x: Any) -> float:
-    return largest(x.real) if isinstance(x, Value) else abs(x)
 
 
 def _ruined_buffers(shadow: Shadow) -> Iterator[Finding]:

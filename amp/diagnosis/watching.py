@@ -215,11 +215,12 @@ class TrainingWatch(Training, Observer):
         has_all = set(map(id, self.optimizers)) <= self._stepped.keys()
         if self._stepped and (has_all or max(self._stepped.values()) == LONGEST):
             self.look(is_last=False)
-        known = {id(x) for each in self._models for x in each.parameters()}
-        if self._is_empty and any(x.requires_grad and id(x) not in known for x in model.parameters()):
-            self._cancel()  # it trains, though the optimizer has other weights
-        self._begin(model, args)
         if self._is_empty and self._shadow is not None:
+            known = {id(x) for each in self._models for x in each.parameters()}
+            if any(x.requires_grad and id(x) not in known for x in model.parameters()):
+                self._cancel()  # it trains, though the optimizer has other weights
+        self._begin(model, args)
+        if self._shadow is not None:
             self._look_at_values(model)
         self._is_empty = False
         if self._first_forward is None and self._shadow is not None and torch.is_grad_enabled():
@@ -350,6 +351,14 @@ class TrainingWatch(Training, Observer):
         found = [*first, *self._rounded_buffers(), *seen, *still, *last]
         self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)
 
+    def _note_weights(self, shadow: Shadow) -> None:
+        """Note the sums of the weights of models with gradients; NaN if an op writes weights."""
+        for prefix, model in shadow.models.items():
+            if any(shadow.memories[x].made for x in model.parameters()):  # the same as before, perhaps
+                self._before[model] = self.steps, math.nan
+            elif any(name.startswith(prefix) for name in shadow.gradients.known):
+                self._before.setdefault(model, (self.steps, _sum_of(model)))
+
     def _unmoved(self) -> Iterator[Finding]:
         """Yield a finding for each model of which no weight has changed in several steps."""
         for model, (step, before) in self._before.items():
@@ -438,9 +447,8 @@ class TrainingWatch(Training, Observer):
         self._is_explained |= bool(found and (shadow.gradients.bad_loss or shadow.bad_weights))
         self._seen += found
         still = shadow.lost.still.values()
-        for prefix, model in shadow.models.items():
-            if any(name.startswith(prefix) for name in shadow.gradients.known):
-                self._before.setdefault(model, (self.steps, _sum_of(model)))
+        if not self._levels:  # else masters may move alone
+            self._note_weights(shadow)
         self._still += _unmoved_averages(shadow, self._averages)
         self._averages = []
         self._still += [x for x in still if not _is_compensated(x, self.optimizers)]
@@ -540,6 +548,8 @@ class TrainingWatch(Training, Observer):
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Count a step of a gradient scaler, taken or skipped."""
         self._has_scaler = True
+        if name == "step":
+            self._count(given)
         self._scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None
         if name == "scale":
             self._left_by_scaler = scaler.get_scale()
@@ -551,8 +561,6 @@ class TrainingWatch(Training, Observer):
             self._scaled_nodes.clear()
         else:
             self._unscaled.add(id(given))
-        if name == "step":
-            self._count(given)
 
     def _count(self, optimizer: Optimizer) -> None:
         self._first = id(optimizer) if self._first is None else self._first

@@ -63,9 +63,15 @@ def adversaries() -> None:
 
 
 @pytest.mark.parametrize(
-    "script", [adversaries, lambda: users_scripts.penalized(1024.0)], ids=["adversaries", "penalty"]
+    "script",
+    [
+        adversaries,
+        lambda: users_scripts.penalized(1024.0),
+        lambda: users_scripts.masters_by_hand(1e-9, come_back=True),
+    ],
+    ids=["adversaries", "penalty", "masters"],
 )
-def test_scaled_gradients_that_are_treated_rightly_say_nothing(script: Callable[[], None]) -> None:
+def test_what_is_done_by_hand_and_rightly_is_nothing_to_say(script: Callable[[], None]) -> None:
     with amp.watch() as watch:
         script()
     assert watch.report.is_healthy, str(watch.report)

@@ -276,10 +276,11 @@ def penalty_of_scaled_gradients() -> None:
     penalized(1.0)
 
 
-def masters_that_stay_away() -> None:
+def masters_by_hand(rate: float, come_back: bool) -> None:
+    """Train masters of a model, and copy them to it or not."""
     model = net().bfloat16()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
-    optimizer = torch.optim.SGD(masters, 0.1)
+    optimizer = torch.optim.SGD(masters, rate)
     for _ in range(5):
         model.zero_grad()
         F.cross_entropy(model(X.bfloat16()).float(), Y).backward()
@@ -287,6 +288,12 @@ def masters_that_stay_away() -> None:
             assert p.grad is not None
             master.grad = p.grad.float()
         optimizer.step()
+        for master, p in zip(masters, model.parameters(), strict=True) if come_back else ():
+            p.data.copy_(master)
+
+
+def masters_that_stay_away() -> None:
+    masters_by_hand(0.1, come_back=False)
 
 
 def a_scaler_for_each_step() -> None:
