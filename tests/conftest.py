@@ -100,7 +100,7 @@ MANY = 4
 LONG = (
     *("test_threads.py", "test_benchmarks.py", "test_selftest.py", "test_moved_memory.py"),
     *("test_every_op.py", "test_examples.py", "test_injecting.py", "test_interpreter.py"),
-    *("test_never_breaks.py", "test_odd_starts.py", "test_compiled.py", "test_distributed.py"),
+    *("test_never_breaks.py", "test_odd_starts.py", "test_compiled.py"),
 )
 """Files with tests that take long: they are run first, so that no process is left with one of them."""
 
