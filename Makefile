@@ -25,7 +25,7 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## Train on real digits at every opt level: one table, one picture
 	$(BIN)/python examples/digits.py
 
-test: $(READY)  ## Run the tests of what users see, in 5 to 8 minutes on 2 cores
+test: $(READY)  ## Run the tests of what users see, in about 4 minutes on 2 idle cores
 	$(PYTEST) -m "not slow" --ignore tests/integrations
 	$(PYTEST) -m "not slow" tests/integrations
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import amp
+from amp.training import verdicts
+from amp.training.attached_optimizer import AttachedOptimizer
 from tests.compiling import wait_for_compilers
-from tests.models import started, train_on
+from tests.models import run_backward, started, step_on, train_on
 
 QUICK = ("O1", "O2", "O7")
 SLOW = ("O5", "O9")
@@ -191,3 +195,39 @@ def test_a_session_may_be_collected_while_torch_calls_the_hooks_of_a_step() -> N
         others[1].step()
     finally:
         hook.remove()
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adam, amp.optimizers.FusedAdam])
+@pytest.mark.parametrize("options", [{}, {"master_weights": "kahan"}], ids=["whole", "kahan"])
+def test_sessions_that_nobody_closes_go_with_their_models(cls: Any, options: Any) -> None:
+    before = torch.lerp, torch.nn.utils.clip_grad_norm_, vars(nn.Module).get("__deepcopy__")
+    for _ in range(3):
+        model = nn.Linear(4, 4)
+        optimizer = cls(model.parameters())
+        session = amp.Session(opt_level="O2", verbosity=0, **options)
+        model, optimizer = session.initialize(model, optimizer)
+        step_on(model(torch.ones(2, 4)).sum(), optimizer)
+        gone = weakref.ref(session)
+        del model, optimizer, session
+        gc.collect()
+        assert gone() is None
+    assert before == (torch.lerp, torch.nn.utils.clip_grad_norm_, vars(nn.Module).get("__deepcopy__"))
+
+
+@pytest.mark.parametrize("overflows_at", [None, 3])
+def test_what_checks_have_found_does_not_pile_up(
+    monkeypatch: pytest.MonkeyPatch, overflows_at: int | None
+) -> None:
+    monkeypatch.setattr(verdicts, "MOST_VERDICTS", 8)
+    model, optimizer = started(nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1), "O1")
+    before = model.weight.detach().clone()
+    attached = AttachedOptimizer.of(optimizer)
+    assert attached is not None
+    for i in range(20):
+        loss = model(torch.ones(1, 2)).sum() * (math.inf if i == overflows_at else 1e-3)
+        run_backward(loss, optimizer)
+        assert len(attached.gradients.verdicts.found) <= 8
+    optimizer.step()
+    assert amp.step_was_skipped(optimizer) is (overflows_at is not None)
+    assert amp.scalars(optimizer)["amp/skipped_steps"] == (overflows_at is not None)
+    assert torch.equal(model.weight, before) is (overflows_at is not None)

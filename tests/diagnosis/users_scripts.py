@@ -126,29 +126,33 @@ def ratio_of_policies() -> None:
         torch.exp(new - old).sub(1).square().sum().backward()  # here
 
 
-def clipped_while_scaled() -> None:
-    model = net()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+def scaled(model: nn.Module, scaler: Any, share: float = 1.0) -> Tensor:
+    """Return the scaled loss of a model in float16."""
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(model(X).float(), Y)
+    return scaler.scale(loss) * share  # type: ignore[no-any-return]
+
+
+def with_a_scaler(model: nn.Module, count: int = 2) -> Iterator[tuple[Any, Any]]:
+    """Yield a scaler and an optimizer after each backward; a step of the scaler follows."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for _ in range(2):
+    for _ in range(count):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = F.cross_entropy(model(X).float(), Y)
-        scaler.scale(loss).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+        scaled(model, scaler).backward()
+        yield scaler, optimizer
         scaler.step(optimizer)
         scaler.update()
 
 
-def step_past_the_scaler() -> None:
+def clipped_while_scaled() -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = F.cross_entropy(model(X).float(), Y)
-        scaler.scale(loss).backward()
+    for _ in with_a_scaler(model):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # here
+
+
+def step_past_the_scaler() -> None:
+    for _, optimizer in with_a_scaler(net()):
         optimizer.step()  # here
 
 
@@ -213,35 +217,18 @@ def masked_rows() -> None:
         torch.softmax(scores, -1)[:, 0].mean().backward()  # here
 
 
-def scaled(model: nn.Module, scaler: Any, share: float = 1.0) -> Tensor:
-    """Return the scaled loss of a model in float16."""
-    with torch.autocast("cpu", torch.float16):
-        loss = F.cross_entropy(model(X).float(), Y)
-    return scaler.scale(loss) * share  # type: ignore[no-any-return]
-
-
 def step_past_the_scaler_of_another_one() -> None:
     model = net()
-    first, second = (torch.optim.SGD(part.parameters(), 1e-5) for part in (model[:3], model[3:]))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for _ in range(3):
-        model.zero_grad()
-        scaled(model, scaler).backward()
-        scaler.step(first)
+    second = torch.optim.SGD(model[3:].parameters(), 1e-5)
+    for scaler, _ in with_a_scaler(model):
+        scaler.unscale_(torch.optim.SGD(model[:3].parameters(), 1e-5))
         second.step()  # here
-        scaler.update()
 
 
 def one_of_two_losses_scaled() -> None:
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    for _ in range(2):
-        optimizer.zero_grad()
-        scaled(model, scaler).backward()
+    for _ in with_a_scaler(model):
         F.cross_entropy(model(X), Y.flip(0)).backward()  # here
-        scaler.step(optimizer)
-        scaler.update()
 
 
 def unscaled_in_each_part() -> None:
