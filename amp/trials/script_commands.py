@@ -101,8 +101,9 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
         raise AmpValueError(f"--at {arguments.at} must be numbers of steps, from 1 on, as in 1,4,20")
     script = Script(what, Progress(arguments.json))
     found, error = script.watched_by(at, arguments.opt_level)
-    for one in [x for x in found.findings[:1] if x.cause == "loss"]:  # of a step to look at
-        step = int(one.value)
+    rank = os.environ.get("RANK")
+    if rank is None and found.cause == "loss":  # other ranks may have found something else
+        step = int(found.findings[0].value)  # to look at
         again, _ = script.watched_by(sorted({max(step - 1, 1), step}), arguments.opt_level)
         found = again if again.findings else found
     if error and not (found.findings or found.is_healthy):
@@ -111,7 +112,6 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
         raise AmpRuntimeError(str(found).partition("\n")[0])
     if script.traceback:
         print(script.traceback, file=sys.stderr)
-    rank = os.environ.get("RANK")
     if rank is not None:  # each process of torchrun reports
         printer.line(f"rank {rank}:")
     printer.line(found.about, "quiet")

@@ -158,6 +158,11 @@ def test_the_commands(capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shown = command(capsys, "compare", "train.py", "--levels", "O0,O5", "--steps", "3", status=0)
     assert [line.split()[0] for line in shown.splitlines()[3:5]] == ["O0", "O5"]
     assert "weights are in bfloat16" not in shown  # the script's cast is taken away
+    step = "model(x if i != 5 else x / 0)"
+    Path("train.py").write_text(textwrap.dedent(SCRIPT.replace("model(x)", step)))
+    shown = command(capsys, "doctor", "train.py", status=1)  # which looks at step 6 by itself
+    assert "data: forward torch.nn.functional.linear, in 0" in shown
+    Path("train.py").write_text(textwrap.dedent(SCRIPT))
     monkeypatch.setenv("RANK", "1")  # as torchrun does, which starts a doctor for each rank
     shown = command(capsys, "doctor", "train.py", "--level", "O5", status=0)
     assert "rank 1:\nSequential, 740 parameters in bfloat16, AdamW, at O5, 20 steps\nhealthy: " in shown
