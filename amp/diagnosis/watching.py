@@ -278,7 +278,8 @@ class TrainingWatch(Training, Observer):
         if called is not None and self.optimizers and (trains or not self._models):
             around = [x for x in others if any(each is called for each in x.modules())]
             around = around or [called] * (not self._models)
-            self._models += map(unwrapped, around)  # whose weights the script copies from others
+            more = [x for x in map(unwrapped, around) if x not in self._models]
+            self._models += more  # whose weights the script copies from others
         if not self._models:
             return
         self._due = [step for step in self._due if step > self.steps + 1]

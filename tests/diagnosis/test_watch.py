@@ -399,6 +399,7 @@ def test_a_healthy_script_with_amp(level: str) -> None:
                 watch.__exit__(None, None, None)
                 assert watch.report.is_healthy, str(watch.report)
                 assert watch.report.ops > 100
+                assert watch._models == [model]  # once, though masters are what the optimizer has
             ends.append([parameter.detach().clone() for parameter in amp.master_params(optimizer)])
     assert all(map(torch.equal, *ends))
 
