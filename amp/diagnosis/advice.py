@@ -48,8 +48,8 @@ UNMASK = (
     "exponential."
 )
 EARLIER = (
-    "An earlier step has ruined it: look at the steps before, as by reamp doctor --at 1,2,3. Running\n"
-    "statistics belong in float32, and .half() and .bfloat16() cast them too."
+    "It was so before this step: look at how it was saved and loaded, and at the steps before, as by\n"
+    "reamp doctor --at 1,2,3. Running statistics belong in float32: .half() and .bfloat16() cast them."
 )
 KEEP_AVERAGES = "Keep averages in float32: average.lerp_(weight.float(), 1 - decay)."
 KEEP_WIDE = "Make these numbers in float32, as by dtype=torch.float32."

@@ -95,6 +95,8 @@ def findings_of(shadow: Shadow) -> list[Finding]:
 def _penalty(shadow: Shadow) -> Op | None:
     """Return the op that adds a number to what scaled gradients are made into, on the way to a loss."""
     scale, scaled = max(shadow.gradients.scales, default=1.0), set[int]()
+    if scale == 1.0:
+        return None
     behind = {op.number for op in ancestors(shadow.ops, shadow.gradients.losses)}
     for number, op in shadow.ops.items():
         if op.phase == "backward" and op.loss_scale != 1.0:

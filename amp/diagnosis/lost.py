@@ -41,7 +41,7 @@ class LossyCast(NamedTuple):
         argument: the name of the model's argument, or an empty text.
         largest: the largest magnitude.
         before: a number that was changed.
-        after: what became of it.
+        after: what became of it; the same where it may have been rounded before the watch.
     """
 
     op: Op

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -137,10 +137,10 @@ class TrainingWatch(Training, Observer):
         self._is_ruined = self._is_explained = False
         self._has_scaler = False  # of torch's
         self._scaled_by: Tensor | None = None  # the factor that a scaler has left in the gradients
-        self._left_by_scaler = 1.0  # the same, until the scaler is updated
+        self._left_by_scaler = 1.0  # that of the last backward, until the scaler is updated
         self._unscaled = set[int]()  # the ids of optimizers whose gradients it has unscaled since then
         self._scaled_nodes = set[int]()  # of autograd, by number: of losses that it has scaled
-        self._before: dict[nn.Module, tuple[int, float]] = {}  # the step, and the sum of weights then
+        self._sums: dict[nn.Module, tuple[int, float]] = {}  # of weights, and the step: see `_unmoved`
         self._in_float16 = False  # whether autocast computes in it
         self._is_stale = False  # whether weights have changed since autocast's cache was empty
         self._rounded: list[Rounded] = []
@@ -216,8 +216,8 @@ class TrainingWatch(Training, Observer):
         if self._stepped and (has_all or max(self._stepped.values()) == LONGEST):
             self.look(is_last=False)
         if self._is_empty and self._shadow is not None:
-            known = {id(x) for each in self._models for x in each.parameters()}
-            if any(x.requires_grad and id(x) not in known for x in model.parameters()):
+            known = {x for each in self._models for x in each.parameters()}
+            if _trains(model) and not known.issuperset(model.parameters()):
                 self._cancel()  # it trains, though the optimizer has other weights
         self._begin(model, args)
         if self._shadow is not None:
@@ -274,8 +274,7 @@ class TrainingWatch(Training, Observer):
         trained, others = models_in_memory(self.optimizers)
         around = [x for x in trained if not any(each in own for each in x.modules())]
         self._models = list(map(unwrapped, [*own, *around]))
-        trains = called is not None and any(x.requires_grad for x in called.parameters())
-        if called is not None and self.optimizers and (trains or not self._models):
+        if called is not None and self.optimizers and (_trains(called) or not self._models):
             around = [x for x in others if any(each is called for each in x.modules())]
             around = around or [called] * (not self._models)
             more = [x for x in map(unwrapped, around) if x not in self._models]
@@ -341,7 +340,8 @@ class TrainingWatch(Training, Observer):
         losses = _of_unseen(self._bad_loss.values()) if is_last else []
         seen = grouped(self._seen)
         first = [x for x in noted if x.cause == "order"]  # of which the others may be consequences
-        last = [x for x in noted if x not in first]
+        has_weights = any(x.cause == "weights" for x in seen)  # by what they have ruined
+        last = [x for x in noted if x not in first and not (has_weights and x.cause == "weights")]
         if not seen or seen[0].cause == "weights":  # an earlier step has ruined them
             first += losses
         else:
@@ -353,16 +353,16 @@ class TrainingWatch(Training, Observer):
         self.report.findings = one_a_rule(self._with_growth(found) if is_last else found)
 
     def _note_weights(self, shadow: Shadow) -> None:
-        """Note the sums of the weights of models with gradients; NaN if an op writes weights."""
+        """Note the sums of the weights of models with gradients; NaN, which no sum is, if they move."""
         for prefix, model in shadow.models.items():
             if any(shadow.memories[x].made for x in model.parameters()):  # the same as before, perhaps
-                self._before[model] = self.steps, math.nan
+                self._sums[model] = self.steps, math.nan
             elif any(name.startswith(prefix) for name in shadow.gradients.known):
-                self._before.setdefault(model, (self.steps, _sum_of(model)))
+                self._sums.setdefault(model, (self.steps, _sum_of(model)))
 
     def _unmoved(self) -> Iterator[Finding]:
         """Yield a finding for each model of which no weight has changed in several steps."""
-        for model, (step, before) in self._before.items():
+        for model, (step, before) in self._sums.items():
             least = SEARCH - 4 if self._has_scaler or self._is_dynamic else 2  # for a scale to be found
             if self.steps < step + least or _sum_of(model) != before:
                 continue
@@ -405,6 +405,8 @@ class TrainingWatch(Training, Observer):
         The host does not wait.
         """
         scale = self._scale(losses)
+        is_scaled = scale is not None and self._scaled_by is not None
+        self._left_by_scaler = float(scale) if is_scaled else 1.0
         self._backwards += 1
         with _disable_current_modes():  # a shadow sees no ops of this
             for loss in losses:
@@ -553,7 +555,6 @@ class TrainingWatch(Training, Observer):
             self._count(given)
         self._scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None
         if name == "scale":
-            self._left_by_scaler = scaler.get_scale()
             nodes = [x.grad_fn for x in tree_leaves(result) if isinstance(x, Tensor)]
             self._scaled_nodes |= {node._sequence_nr() for node in nodes if node is not None}
         elif name == "update":
@@ -580,6 +581,11 @@ def _unmoved_averages(shadow: Shadow, averages: Iterable[tuple[Tensor, Tensor]])
             stays = (x == before) & (shadow.memories.twin(x) != before)
             share = float(stays.count_nonzero()) / x.numel()
             yield Still(op, shadow.memories[x].owned, shadow.memories[x].key, x.dtype, x.numel(), share)
+
+
+def _trains(model: nn.Module) -> bool:
+    """Whether a call of a model may give its weights gradients; a teacher's does not."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters())
 
 
 @torch.no_grad()
@@ -614,7 +620,8 @@ def _of_unseen(first_steps: Iterable[Tensor]) -> list[Finding]:
 
 def _is_compensated(still: Still, optimizers: Iterable[Optimizer]) -> bool:
     """Whether an optimizer keeps what a weight has lost, as in Kahan's sums."""
-    names, x = [still.owned.name] * (still.owned.kind == "moment"), cast(Tensor, still.owned.tensor)
+    x: Any = still.owned.tensor
+    names = [still.owned.name] * (still.owned.kind == "moment")
     names += [name for each in optimizers if x in each.state for name in each.state[x]]
     return any(map(_COMPENSATION.search, names))
 

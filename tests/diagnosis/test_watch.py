@@ -49,16 +49,20 @@ def test_a_users_script(script: Callable[[], None]) -> None:
 
 
 def adversaries() -> None:
-    """Two nets and a scaler: the one's loss leaves scaled gradients in the other, which are cleared."""
+    """Two nets and a scaler: each leaves scaled gradients in the other; and one net in FP32."""
     nets = net(), net()
     optimizers = [torch.optim.SGD(each.parameters(), 1e-3) for each in nets]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain = net()
+    without_it = torch.optim.SGD(plain.parameters(), 1e-3)
     for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad()
             losses = [users_scripts.scaled(each, scaler, 0.5) for each in nets]
             sum(losses).backward()  # type: ignore[union-attr]
             scaler.step(optimizer)
+            F.cross_entropy(plain(X), Y).backward()
+            without_it.step()
         scaler.update()
 
 

@@ -133,12 +133,12 @@ def scaled(model: nn.Module, scaler: Any, share: float = 1.0) -> Tensor:
     return scaler.scale(loss) * share  # type: ignore[no-any-return]
 
 
-def with_a_scaler(model: nn.Module, count: int = 2) -> Iterator[tuple[Any, Any]]:
+def with_a_scaler(model: nn.Module, part: Any = None, count: int = 2) -> Iterator[tuple[Any, Any]]:
     """Yield a scaler and an optimizer after each backward; a step of the scaler follows."""
-    optimizer = torch.optim.SGD(model.parameters(), 1e-5)
+    optimizer = torch.optim.SGD((part or model).parameters(), 1e-5)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for _ in range(count):
-        optimizer.zero_grad()
+        model.zero_grad()
         scaled(model, scaler).backward()
         yield scaler, optimizer
         scaler.step(optimizer)
@@ -220,8 +220,8 @@ def masked_rows() -> None:
 def step_past_the_scaler_of_another_one() -> None:
     model = net()
     second = torch.optim.SGD(model[3:].parameters(), 1e-5)
-    for scaler, _ in with_a_scaler(model):
-        scaler.unscale_(torch.optim.SGD(model[:3].parameters(), 1e-5))
+    for scaler, first in with_a_scaler(model, model[:3]):
+        scaler.unscale_(first)
         second.step()  # here
 
 
