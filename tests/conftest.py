@@ -36,12 +36,6 @@ if torch.cuda.is_available():  # then torch._dynamo.reset imports this, which wa
         warnings.simplefilter("ignore")
         import torch._inductor.cudagraph_trees
 
-if not torch.cuda.is_available():
-    library: Any
-    for library in (torch.cuda.random, torch.xpu.random, torch.mtia):
-        # Seeds wait there for a device, each with the text of a stack, which takes half a millisecond.
-        library._lazy_call = lambda *_, **__: None
-
 if INTERPRETED:
     from triton.runtime import interpreter
 

@@ -28,7 +28,10 @@ from tests.models import linear
         ("loss_scale: 1" + "0" * 390, ":1: loss_scale=an integer of about 391 digits must be a finite"),
         ("loss_scale: {growth_interval: .inf}", ":1: growth_interval=inf must be an integer"),
         ("loss_scale: {growth_interval: .nan}", ":1: growth_interval=nan must be an integer"),
-        ("brief: x\nloss_scale: &a {init: *a}", ":1: values are nested too deeply, or one holds its"),
+        (
+            "brief: x\nloss_scale: &a {init: *a}",
+            ":1: values are nested too deeply, or one holds its own",
+        ),
         ("rules: " + "[" * 3000, ":1: values are nested too deeply, or one holds its own alias"),
         ("loss_scale: {<<: {init: 1}}", ":1: merge keys .* write 'extends:'"),
         ("? [a]\n: b", ":1: a list or mapping stands where a key should be"),

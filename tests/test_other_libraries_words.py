@@ -49,7 +49,10 @@ def initialized(level: str = "O2") -> tuple[Any, Any]:
         ("numeric", "; did you mean 'numerics'?"),
         ("fp8_autocast", "opt_level='O6' of amp.initialize runs linear layers of torch.nn in FP8"),
         ("unscale_", "the end of an amp.scale_loss block unscales the gradients: leave it out"),
-        ("manual_backward", "a loss is scaled in a block: `with amp.scale_loss(loss, optimizer) as"),
+        (
+            "manual_backward",
+            "a loss is scaled in a block: `with amp.scale_loss(loss, optimizer) as scaled",
+        ),
         ("sync_gradients", "make an amp.scale_loss block for each backward, and step after the last"),
         ("AutocastKwargs", "amp.initialize(model, optimizer, opt_level=...) prepares models"),
         ("scale", "a loss is scaled in a block: `with amp.scale_loss(loss, optimizer) as scaled_loss"),
@@ -238,7 +241,10 @@ def test_a_keyword_of_scale_loss_is_named() -> None:
             lambda: ANY.load_state_dict(torch.amp.GradScaler("cpu").state_dict()),
             "into amp.GradScaler, or",
         ),
-        (lambda: ANY.initialize(fresh()[0], lambda p: None), "got function. Pass an optimizer of the"),
+        (
+            lambda: ANY.initialize(fresh()[0], lambda p: None),
+            "got function. Pass an optimizer of the param",
+        ),
         (lambda: ANY.initialize(fresh()[0], ([], [])), "got tuple$"),
         (lambda: ANY.initialize(*fresh(), opt_level="no"), "did you mean 'O0' "),
         (
@@ -313,13 +319,25 @@ class Output:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (lambda loss: np.float32(3.0), "got numpy.float32. An array, such as loss.numpy(), has no"),
-        (lambda loss: loss.detach().numpy(), "got numpy.ndarray. An array, such as loss.numpy(), has"),
-        (lambda loss: {"loss": loss}, "got dict. Pass the loss that is in it, as output.loss or"),
+        (
+            lambda loss: np.float32(3.0),
+            "got numpy.float32. An array, such as loss.numpy(), has no graph: pass",
+        ),
+        (
+            lambda loss: loss.detach().numpy(),
+            "got numpy.ndarray. An array, such as loss.numpy(), has no graph",
+        ),
+        (
+            lambda loss: {"loss": loss},
+            "got dict. Pass the loss that is in it, as output.loss or output",
+        ),
         (lambda loss: Output(loss), "got Output. Pass the loss that is in it, as output.loss or out"),
         (lambda loss: lambda: loss, "got function. Call it, and pass the loss that it returns"),
         (lambda loss: None, "got NoneType: the model or the criterion has returned nothing"),
-        (lambda loss: [loss, loss], "got list. Pass their sum, or make a block for each, with"),
+        (
+            lambda loss: [loss, loss],
+            "got list. Pass their sum, or make a block for each, with another loss_id",
+        ),
     ],
 )
 def test_a_loss_that_is_no_tensor(loss: Callable[[torch.Tensor], Any], text: str) -> None:

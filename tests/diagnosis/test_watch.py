@@ -70,7 +70,7 @@ def adversaries() -> None:
     "script",
     [
         adversaries,
-        lambda: users_scripts.penalized(1024.0),
+        lambda: users_scripts.penalty_of_a_gradient(1024.0),
         lambda: users_scripts.masters_by_hand(1e-9, come_back=True),
     ],
     ids=["adversaries", "penalty", "masters"],

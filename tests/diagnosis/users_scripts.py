@@ -244,8 +244,8 @@ def unscaled_in_each_part() -> None:
         scaler.update()
 
 
-def penalized(divisor: float) -> None:
-    """Train with a penalty of a gradient that is divided by a number."""
+def penalty_of_a_gradient(divisor: float = 1.0) -> None:
+    """Train with a penalty of a scaled gradient that is divided by a number."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -259,11 +259,7 @@ def penalized(divisor: float) -> None:
         scaler.update()
 
 
-def penalty_of_scaled_gradients() -> None:
-    penalized(1.0)
-
-
-def masters_by_hand(rate: float, come_back: bool) -> None:
+def masters_by_hand(rate: float = 0.1, come_back: bool = False) -> None:
     """Train masters of a model, and copy them to it or not."""
     model = net().bfloat16()
     masters = [p.detach().float().requires_grad_() for p in model.parameters()]
@@ -277,10 +273,6 @@ def masters_by_hand(rate: float, come_back: bool) -> None:
         optimizer.step()
         for master, p in zip(masters, model.parameters(), strict=True) if come_back else ():
             p.data.copy_(master)
-
-
-def masters_that_stay_away() -> None:
-    masters_by_hand(0.1, come_back=False)
 
 
 def a_scaler_for_each_step() -> None:
@@ -383,8 +375,8 @@ FAULTS: dict[Callable[[], None], tuple[str, str]] = {
     step_past_the_scaler_of_another_one: ("order", "gradients that are scaled by 1024"),
     one_of_two_losses_scaled: ("order", "a gradient scaled by 1 was added to one scaled by 1024"),
     unscaled_in_each_part: ("order", "a gradient scaled by 1024 was added to one scaled by 1"),
-    penalty_of_scaled_gradients: ("order", "gradients that are still scaled, as in a penalty"),
-    masters_that_stay_away: ("still", "no weight of Sequential has changed from step 1 to 5"),
+    penalty_of_a_gradient: ("order", "gradients that are still scaled, as in a penalty"),
+    masters_by_hand: ("still", "no weight of Sequential has changed from step 1 to 5"),
     a_scaler_for_each_step: ("still", "no weight of Sequential has changed from step 1 to 18"),
     statistics_that_were_saved_in_float16: ("weights", "running_var of BatchNorm1d is not finite"),
     ids_that_were_kept_in_float16: ("cast", "it does not hold all above 2048"),

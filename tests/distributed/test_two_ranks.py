@@ -18,15 +18,11 @@ from amp.kernels.l2norm import l2norm
 from tests.distributed.models import assert_equal_on_ranks
 from tests.distributed.world import ranks
 from tests.levels import DYNAMIC
-from tests.models import run_backward, started, step_on
+from tests.models import run_backward, sgd, started, step_on
 
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 2))
-
-
-def sgd(parameters: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, **options)
 
 
 @ranks(2)
@@ -44,8 +40,7 @@ def test_ranks_that_start_apart_and_replay_apart_train_alike(rank: int, level: s
     torch.manual_seed(100 + rank)
     for step in range(3):
         if step == 1:
-            x = torch.full((8, 4), 3e4 if rank else 1.0)
-            amp.doctor(lambda x=x: backward(x), ddp, optimizer)  # type: ignore[misc]
+            amp.doctor(lambda: backward(torch.full((8, 4), 3e4 if rank else 1.0)), ddp, optimizer)
         backward(torch.randn(8, 4))
         optimizer.step()
         optimizer.zero_grad()

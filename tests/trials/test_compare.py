@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
-import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,6 +36,7 @@ from amp.trials.judging import (
 from amp.trials.observing import Record, RunObserver, Trial
 from amp.trials.results import Comparison, LevelResult, ModuleError, Problem, page
 from amp.trials.scripts import Script
+from tests.browsers import chromium
 from tests.diagnosis.faults import Net, SquaringNorm, batch
 from tests.processes import run_python
 
@@ -592,19 +591,7 @@ def test_names_cannot_end_the_page(healthy: Comparison) -> None:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    missing = "needs Debian's chromium and chromium-driver, or the like"
-    if not chromium or not driver:
-        assert not os.environ.get("AMP_REQUIRE_BROWSER"), missing
-        pytest.skip(missing)
-    webdriver = pytest.importorskip("selenium.webdriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1000,1000"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=driver)
-    with webdriver.Chrome(options=options, service=service) as running:
+    with chromium() as running:
         yield running
 
 
