@@ -405,8 +405,8 @@ class TrainingWatch(Training, Observer):
         The host does not wait.
         """
         scale = self._scale(losses)
-        is_scaled = scale is not None and self._scaled_by is not None
-        self._left_by_scaler = float(scale) if is_scaled else 1.0
+        is_from_amp = self._scaled_by is None  # whose own block unscales
+        self._left_by_scaler = 1.0 if scale is None or is_from_amp else float(scale)
         self._backwards += 1
         with _disable_current_modes():  # a shadow sees no ops of this
             for loss in losses:
