@@ -4,13 +4,14 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <structmember.h>
 #include <ATen/core/TensorBase.h>
 #include <utility>
 #include <vector>
 
 static Py_ssize_t place = -1;
 static PyTypeObject *tensor_type = nullptr;
-static PyObject *dtypes[static_cast<int>(c10::ScalarType::NumOptions)];  // of Python; null for rare ones
+static PyObject *dtypes[static_cast<int>(c10::ScalarType::NumOptions)];  // of Python, as far as known
 
 static c10::TensorImpl *impl_of(PyObject *x)
 {
@@ -78,11 +79,6 @@ static PyObject *prepare(PyObject *, PyObject *const *arguments, Py_ssize_t coun
         }
         if (is_here) place = at;
     }
-    for (Py_ssize_t i = 0; place >= 0 && i < PyList_GET_SIZE(list); i++) {
-        PyObject *x = PyList_GET_ITEM(list, i), *dtype = PyObject_GetAttrString(x, "dtype");
-        if (!dtype) return nullptr;
-        dtypes[static_cast<int>(impl_of(x)->dtype().toScalarType())] = dtype;
-    }
     return PyBool_FromLong(place >= 0);
 }
 
@@ -104,10 +100,27 @@ static PyObject *addresses(PyObject *, PyObject *list)
     return filled;
 }
 
-/* A list of what a function makes of each tensor, or null if it makes none, with its error. */
+/* Arguments: tensors, and a list or tuple of numbers. Whether each tensor's elements are at that address. */
+static PyObject *are_at(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count) || !are_tensors(arguments[0], -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
+    PyObject *known = PySequence_Fast(arguments[1], "this is no list of addresses");
+    if (!known) return nullptr;
+    PyObject *result = guarded([&] {
+        bool all = PySequence_Fast_GET_SIZE(known) == n;
+        for (Py_ssize_t i = 0; all && i < n; i++)
+            all = impl_of(PyList_GET_ITEM(arguments[0], i))->mutable_data()
+                == PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(known, i));
+        return PyErr_Occurred() ? nullptr : PyBool_FromLong(all);
+    });
+    Py_DECREF(known);
+    return result;
+}
+
+/* A list of what a function makes of each object, or null if it makes none, with its error. */
 template <class F> static PyObject *list_of(PyObject *list, F make)
 {
-    if (!are_tensors(list, -1)) return nullptr;
     const Py_ssize_t n = PyList_GET_SIZE(list);
     PyObject *result = PyList_New(n);
     PyObject *filled = result ? guarded([&]() -> PyObject * {
@@ -125,6 +138,7 @@ template <class F> static PyObject *list_of(PyObject *list, F make)
 /* A list of the version of each tensor. */
 static PyObject *versions(PyObject *, PyObject *list)
 {
+    if (!are_tensors(list, -1)) return nullptr;
     return list_of(list, [](PyObject *x) { return PyLong_FromLong(impl_of(x)->version_counter().current_version()); });
 }
 
@@ -222,16 +236,28 @@ static PyObject *are_together(PyObject *, PyObject *const *arguments, Py_ssize_t
     });
 }
 
-/* Arguments: tensors, and a list of one. Whether each has its dtype. */
-static PyObject *have_dtype(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+/* The dtype of a tensor as Python has it, kept for good, or null and an error. */
+static PyObject *dtype_of(PyObject *x)
 {
-    if (!are_two(count) || !are_tensors(arguments[0], -1) || !are_tensors(arguments[1], 1)) return nullptr;
+    PyObject *&dtype = dtypes[static_cast<int>(impl_of(x)->dtype().toScalarType())];
+    if (!dtype) dtype = PyObject_GetAttrString(x, "dtype");
+    return dtype;
+}
+
+/* Arguments: tensors and dtypes. Whether each tensor has that one. */
+static PyObject *have_dtypes(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count) || !are_tensors(arguments[0], -1)) return nullptr;
+    const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
+    if (!PyList_Check(arguments[1]) || PyList_GET_SIZE(arguments[1]) != n) {
+        PyErr_SetString(PyExc_TypeError, "this is no list of so many dtypes");
+        return nullptr;
+    }
     return guarded([&] {
-        const auto dtype = impl_of(PyList_GET_ITEM(arguments[1], 0))->dtype();
         bool all = true;
-        for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(arguments[0]); i++)
-            all = impl_of(PyList_GET_ITEM(arguments[0], i))->dtype() == dtype;
-        return PyBool_FromLong(all);
+        for (Py_ssize_t i = 0; all && i < n; i++)
+            all = dtype_of(PyList_GET_ITEM(arguments[0], i)) == PyList_GET_ITEM(arguments[1], i);
+        return PyErr_Occurred() ? nullptr : PyBool_FromLong(all);
     });
 }
 
@@ -250,8 +276,7 @@ static PyObject *kind(PyObject *, PyObject *list)
             PyObject *size = PyLong_FromLongLong(impl->numel());
             if (!size) return nullptr;
             PyTuple_SET_ITEM(sizes, i, size);
-            PyObject *dtype = Py_XNewRef(dtypes[static_cast<int>(impl->dtype().toScalarType())]);
-            if (!dtype) dtype = PyObject_GetAttrString(x, "dtype");
+            PyObject *dtype = Py_XNewRef(dtype_of(x));
             if (!dtype) return nullptr;
             PyTuple_SET_ITEM(of, i, dtype);
         }
@@ -260,6 +285,26 @@ static PyObject *kind(PyObject *, PyObject *list)
     Py_XDECREF(sizes);
     Py_XDECREF(of);
     return filled;
+}
+
+/* Arguments: tensors, and tuples of their numbers of elements and dtypes. Whether each is contiguous and
+   still of that size and dtype. */
+static PyObject *are_of_kind(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (count != 3 || !PyTuple_Check(arguments[1]) || !PyTuple_Check(arguments[2])) {
+        PyErr_SetString(PyExc_TypeError, "are_of_kind(tensors, sizes, dtypes)");
+        return nullptr;
+    }
+    if (!are_tensors(arguments[0], PyTuple_GET_SIZE(arguments[1]))) return nullptr;
+    return guarded([&] {
+        bool all = PyTuple_GET_SIZE(arguments[1]) == PyTuple_GET_SIZE(arguments[2]);
+        for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(arguments[0]); i++) {
+            c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(arguments[0], i));
+            all = impl->is_contiguous() && impl->numel() == PyLong_AsLongLong(PyTuple_GET_ITEM(arguments[1], i))
+                && dtype_of(PyList_GET_ITEM(arguments[0], i)) == PyTuple_GET_ITEM(arguments[2], i);
+        }
+        return PyErr_Occurred() ? nullptr : PyBool_FromLong(all);
+    });
 }
 
 /* Whether lists of tensors go to an operation of the CPU as they are; see host_lists.py. */
@@ -317,6 +362,7 @@ static float *number_of(PyObject *x)
 /* A list of the number that each tensor has. */
 static PyObject *numbers(PyObject *, PyObject *list)
 {
+    if (!are_tensors(list, -1)) return nullptr;
     return list_of(list, [](PyObject *x) {
         const float *number = number_of(x);
         return number ? PyFloat_FromDouble(*number) : nullptr;
@@ -340,15 +386,115 @@ static PyObject *add(PyObject *, PyObject *const *arguments, Py_ssize_t count)
     });
 }
 
+/* Raises the version of each tensor by one, as a write by torch would. */
+static PyObject *increment(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    return guarded([&] {
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) impl_of(PyList_GET_ITEM(list, i))->bump_version();
+        return Py_NewRef(Py_None);
+    });
+}
+
+/* Arguments: two lists or tuples. Whether they hold the same objects in the same order. */
+static PyObject *are_same(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count)) return nullptr;
+    PyObject *some = PySequence_Fast(arguments[0], "this is no sequence");
+    PyObject *others = some ? PySequence_Fast(arguments[1], "this is no sequence") : nullptr;
+    PyObject *result = nullptr;
+    if (others) {
+        const Py_ssize_t n = PySequence_Fast_GET_SIZE(some);
+        bool all = PySequence_Fast_GET_SIZE(others) == n;
+        for (Py_ssize_t i = 0; all && i < n; i++)
+            all = PySequence_Fast_GET_ITEM(some, i) == PySequence_Fast_GET_ITEM(others, i);
+        result = PyBool_FromLong(all);
+    }
+    Py_XDECREF(some);
+    Py_XDECREF(others);
+    return result;
+}
+
+/* Where a slot of `__slots__` is in the objects of a list, all of one class; null, and an error, for others. */
+static const PyMemberDef *slot_of(PyObject *list, PyObject *name)
+{
+    const bool is_list = PyList_Check(list) && PyList_GET_SIZE(list) > 0;
+    PyTypeObject *type = is_list ? Py_TYPE(PyList_GET_ITEM(list, 0)) : nullptr;
+    PyObject *slot = type ? PyObject_GetAttr(reinterpret_cast<PyObject *>(type), name) : nullptr;
+    if (!slot) PyErr_Clear();
+    const PyMemberDef *member = slot && Py_IS_TYPE(slot, &PyMemberDescr_Type) ? reinterpret_cast<PyMemberDescrObject *>(slot)->d_member : nullptr;
+    Py_XDECREF(slot);  // which its class keeps
+    bool is_there = member && member->type == T_OBJECT_EX;
+    for (Py_ssize_t i = 0; is_there && i < PyList_GET_SIZE(list); i++)
+        is_there = Py_IS_TYPE(PyList_GET_ITEM(list, i), type);
+    if (!is_there) PyErr_SetString(PyExc_TypeError, "these are no objects of one class with this slot");
+    return is_there ? member : nullptr;
+}
+
+static PyObject **value_in(PyObject *x, const PyMemberDef *member)
+{
+    return reinterpret_cast<PyObject **>(reinterpret_cast<char *>(x) + member->offset);
+}
+
+/* Arguments: objects of one class, and the name of a slot. A list of what each has there. */
+static PyObject *read_slot(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count)) return nullptr;
+    if (PyList_Check(arguments[0]) && !PyList_GET_SIZE(arguments[0])) return PyList_New(0);
+    const PyMemberDef *member = slot_of(arguments[0], arguments[1]);
+    if (!member) return nullptr;
+    return list_of(arguments[0], [member](PyObject *x) {
+        PyObject *value = *value_in(x, member);
+        if (!value) PyErr_SetString(PyExc_AttributeError, member->name);
+        return Py_XNewRef(value);
+    });
+}
+
+/* Arguments: objects of one class, the name of a slot, and values. Each value goes there, all at once. The
+   earlier ones go last: their end may run code of Python. */
+static PyObject *write_slot(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    const bool are_lists = count == 3 && PyList_Check(arguments[0]) && PyList_Check(arguments[2]);
+    if (!are_lists || PyList_GET_SIZE(arguments[0]) != PyList_GET_SIZE(arguments[2])) {
+        PyErr_SetString(PyExc_TypeError, "write_slot(objects, name, values)");
+        return nullptr;
+    }
+    if (!PyList_GET_SIZE(arguments[0])) return Py_NewRef(Py_None);
+    const PyMemberDef *member = slot_of(arguments[0], arguments[1]);
+    if (!member) return nullptr;
+    return guarded([&] {
+        std::vector<PyObject *> earlier(PyList_GET_SIZE(arguments[0]));
+        for (std::size_t i = 0; i < earlier.size(); i++)
+            earlier[i] = std::exchange(*value_in(PyList_GET_ITEM(arguments[0], i), member),
+                                       Py_NewRef(PyList_GET_ITEM(arguments[2], i)));
+        for (PyObject *value : earlier) Py_XDECREF(value);
+        return Py_NewRef(Py_None);
+    });
+}
+
+/* Arguments: mappings, and a key. A list of what each has under it. */
+static PyObject *items(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count) || !PyList_Check(arguments[0])) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "this is no list");
+        return nullptr;
+    }
+    return list_of(arguments[0], [arguments](PyObject *x) { return PyObject_GetItem(x, arguments[1]); });
+}
+
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
 static PyMethodDef methods[] = {
     {"prepare", FAST(prepare), nullptr},       {"addresses", addresses, METH_O, nullptr},
     {"versions", versions, METH_O, nullptr},   {"have_grads", FAST(have_grads), nullptr},
     {"train", FAST(train), nullptr},           {"are_together", FAST(are_together), nullptr},
-    {"have_dtype", FAST(have_dtype), nullptr}, {"clear_grads", clear_grads, METH_O, nullptr},
+    {"have_dtypes", FAST(have_dtypes), nullptr}, {"clear_grads", clear_grads, METH_O, nullptr},
     {"set_grads", FAST(set_grads), nullptr},   {"are_floats", are_floats, METH_O, nullptr},
     {"kind", kind, METH_O, nullptr},           {"go_together", go_together, METH_O, nullptr},
     {"numbers", numbers, METH_O, nullptr},     {"add", FAST(add), nullptr},
+    {"are_at", FAST(are_at), nullptr},         {"increment", increment, METH_O, nullptr},
+    {"are_same", FAST(are_same), nullptr},     {"items", FAST(items), nullptr},
+    {"are_of_kind", FAST(are_of_kind), nullptr},
+    {"read_slot", FAST(read_slot), nullptr},   {"write_slot", FAST(write_slot), nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

@@ -52,6 +52,11 @@ class InPython:
         return tuple(map(Tensor.data_ptr, tensors))
 
     @staticmethod
+    def are_at(tensors: list[Tensor], addresses: Sequence[int]) -> bool:
+        """Whether the elements of each tensor are at the address in the other list."""
+        return list(map(Tensor.data_ptr, tensors)) == list(addresses)
+
+    @staticmethod
     def versions(tensors: list[Tensor]) -> list[int]:
         """Return how often torch has counted a write to each tensor."""
         return list(map(_version, tensors))
@@ -88,15 +93,20 @@ class InPython:
         return list(map(_device, some)) == list(map(_device, others))
 
     @staticmethod
-    def have_dtype(tensors: list[Tensor], like: list[Tensor]) -> bool:
-        """Whether each tensor has the dtype of the one in the other list."""
-        return {like[0].dtype}.issuperset(map(_dtype, tensors))
+    def have_dtypes(tensors: list[Tensor], dtypes: list[torch.dtype]) -> bool:
+        """Whether each tensor has the dtype in the other list."""
+        return list(map(_dtype, tensors)) == dtypes
 
     @staticmethod
     def kind(tensors: list[Tensor]) -> tuple[tuple[int, ...], tuple[torch.dtype, ...], bool]:
         """Return each tensor's number of elements, its dtype, and whether all are contiguous."""
         are_contiguous = all(map(Tensor.is_contiguous, tensors))
         return tuple(map(Tensor.numel, tensors)), tuple(map(_dtype, tensors)), are_contiguous
+
+    @staticmethod
+    def are_of_kind(tensors: list[Tensor], sizes: tuple[int, ...], dtypes: tuple[Any, ...]) -> bool:
+        """Whether each tensor is contiguous, and of the size and dtype in the other lists."""
+        return InPython.kind(tensors) == (sizes, dtypes, True)
 
     @staticmethod
     def go_together(lists: list[list[Tensor]]) -> bool:
@@ -119,6 +129,30 @@ class InPython:
     def are_floats(tensors: list[Tensor]) -> bool:
         """Whether all tensors are strided, and of a floating-point dtype that kernels take."""
         return FLOATS.issuperset(map(_dtype, tensors)) and _STRIDED.issuperset(map(_layout, tensors))
+
+    increment = staticmethod(torch.autograd.graph.increment_version)
+    """Raises the version of each tensor by one."""
+
+    @staticmethod
+    def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+        """Whether two lists or tuples hold the same objects in the same order."""
+        return len(some) == len(others) and all(map(operator.is_, some, others))
+
+    @staticmethod
+    def read_slot(objects: list[Any], name: str) -> list[Any]:
+        """Return what each object, all of one class, has in a slot."""
+        return list(map(operator.attrgetter(name), objects))
+
+    @staticmethod
+    def write_slot(objects: list[Any], name: str, values: list[Any]) -> None:
+        """Set a slot of each object, all of one class, to its value."""
+        for each, value in zip(objects, values, strict=True):
+            setattr(each, name, value)
+
+    @staticmethod
+    def items(mappings: list[Any], key: object) -> list[Any]:
+        """Return what each mapping has under a key."""
+        return list(map(operator.itemgetter(key), mappings))
 
     @staticmethod
     def numbers(tensors: list[Tensor]) -> list[float]:
@@ -179,8 +213,7 @@ def _use(module: Any) -> None:
     """Use a loaded module if it reads tensors rightly."""
     global lists
     whole, leaf = torch.empty(3, device="cpu"), torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
-    others = [leaf.detach().to(dtype) for dtype in (*FLOATS, torch.int8, torch.int16)]
-    tensors: list[Any] = [whole, leaf, whole[1:], *others]
+    tensors: list[Any] = [whole, leaf, whole[1:], *[leaf.detach().to(dtype) for dtype in FLOATS]]
     if module.prepare(torch._C.TensorBase, tensors) and all(
         getattr(module, name)(tensors) == getattr(InPython, name)(tensors)
         for name in ("addresses", "versions", "kind")

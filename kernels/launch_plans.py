@@ -148,10 +148,10 @@ def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None)
     classes, and all have the shapes of the first. `plan` checks all other lists, and says what is
     wrong.
     """
-    types = set(map(type, chain.from_iterable(lists)))
-    if torch.compiler.is_compiling() or not all(map(has_own_values, types)):
+    if uses_triton(_CPU, backend) or torch.compiler.is_compiling():
         return False
-    return host_lists.lists.go_together(list(map(list, lists))) and not uses_triton(_CPU, backend)
+    are_plain = all(map(has_own_values, set(map(type, chain.from_iterable(lists)))))
+    return are_plain and host_lists.lists.go_together(list(map(list, lists)))
 
 
 def plan(

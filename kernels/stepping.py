@@ -39,6 +39,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from amp.kernels import host_lists
 from amp.kernels.interrupts import Change, Changes
 from amp.kernels.l2norm import norms_of_chunks
 from amp.kernels.language import (
@@ -170,7 +171,7 @@ def step(
     if in_torch:
         plan_step(arguments, in_torch, planned)
     written = [*params, *(models or ()), *(lows or ())]
-    planned.add(functools.partial(torch.autograd.graph.increment_version, written))
+    planned.add(functools.partial(host_lists.lists.increment, written))
     if changes is None:
         planned.make()
 

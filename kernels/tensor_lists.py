@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +43,14 @@ kind_of = functools.lru_cache(maxsize=256)(Kind)
 """Makes a `Kind`. Equal kinds are one object, so that comparing and hashing them is fast."""
 
 
+class Layout(NamedTuple):
+    """Where the tensors of a list are, and of which kind: see `TensorList`."""
+
+    addresses: tuple[int, ...]
+    device: torch.device | None
+    kind: Kind
+
+
 class ReleasedMemoryError(RuntimeError):
     """A tensor whose memory has been released, as by `untyped_storage().resize_(0)`."""
 
@@ -58,6 +65,7 @@ class TensorList(list[Tensor]):
         tensors: dense tensors; see `dense`.
         like: a list whose tensors are on the same devices.
         dtype: the dtype of all tensors; they then have the sizes and orders of `like`.
+        before: where tensors in these places were. If they still are, less is to be asked.
     """
 
     def __init__(
@@ -66,6 +74,7 @@ class TensorList(list[Tensor]):
         *,
         like: TensorList | None = None,
         dtype: torch.dtype | None = None,
+        before: Layout | None = None,
     ) -> None:
         super().__init__(tensors)
         self._like = like
@@ -75,6 +84,11 @@ class TensorList(list[Tensor]):
             self.device = like.device
             if dtype is not None:
                 self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
+        if before is not None:
+            lists, kind = host_lists.lists, before.kind
+            is_there = lists.are_at(self, before.addresses)
+            if is_there and lists.are_of_kind(self, kind.sizes, kind.dtypes):
+                self.addresses, self.device, self.kind = before
 
     def at(self, indices: Sequence[int]) -> TensorList:
         """Return some of the tensors, without querying them again."""
@@ -90,8 +104,12 @@ class TensorList(list[Tensor]):
 
     def now(self) -> TensorList:
         """Return a list with current addresses: this one, if no tensor has moved."""
-        is_same = host_lists.lists.addresses(self) == self.addresses
-        return self if is_same else TensorList(self)
+        return self if host_lists.lists.are_at(self, self.addresses) else TensorList(self)
+
+    @property
+    def layout(self) -> Layout:
+        """What plans of kernels depend on. It holds no tensor."""
+        return Layout(self.addresses, self.device, self.kind)
 
     @cached_property
     def addresses(self) -> tuple[int, ...]:
@@ -145,7 +163,7 @@ def has_no_memory(tensor: Tensor) -> bool:
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Whether two lists hold the same objects in the same order."""
-    return len(some) == len(others) and all(map(operator.is_, some, others))
+    return host_lists.lists.are_same(some, others)  # type: ignore[no-any-return]
 
 
 def are_all_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:

@@ -74,8 +74,6 @@ class Pairs:
         self.are_plain = are_plain([*self.masters, *self.models])
         self.master_list, self.model_list = map(TensorList, self._shards())
         self._dtypes = [pair.dtype for pair in self.pairs]
-        self._like = [torch.empty(0, dtype=dtype, device="cpu") for dtype in self._dtypes[:1]]
-        """A tensor of the dtype that all parameters usually have."""
         self._are_whole = all(pair.low is None for pair in self.pairs)
         self._called = called
         self._part: Pairs | None = None
@@ -92,23 +90,22 @@ class Pairs:
         if not pairs:
             return found
         lists = host_lists.lists
-        may_differ = not lists.have_dtype(self.models, self._like)
-        if may_differ and list(map(_dtype, self.models)) != self._dtypes:
+        if not lists.have_dtypes(self.models, self._dtypes):
             found.append(Pairs._take_dtypes)
         if at_grads:
-            common = [pair.grad for pair in pairs]
+            common = lists.read_slot(pairs, "grad")
             if not (lists.have_grads(self.masters, common) and lists.have_grads(self.models, common)):
                 found.append(Pairs.follow_grads)
-        trains = [pair.trains for pair in pairs]
+        trains = lists.read_slot(pairs, "trains")
         if not (lists.train(self.masters, trains) and lists.train(self.models, trains)):
             found.append(Pairs.follow_requires_grad)
-        values = self.masters if self._are_whole else [pair.holder for pair in pairs]
+        values = self.masters if self._are_whole else lists.read_slot(pairs, "holder")
         if not self.are_plain:
             values = list(map(local, values))
         is_as_before = (
-            lists.versions(values) == [pair.version for pair in pairs]
-            and list(lists.addresses(values)) == [pair.address for pair in pairs]
-            and not any([pair.given is not None for pair in pairs])  # noqa: C419 (is faster)
+            lists.versions(values) == lists.read_slot(pairs, "version")
+            and lists.are_at(values, lists.read_slot(pairs, "address"))
+            and lists.are_same(lists.read_slot(pairs, "given"), [None] * len(pairs))
         )
         if not is_as_before:
             found.append(Pairs.write_changed)
@@ -251,7 +248,7 @@ class Pairs:
         """Round the masters that train, or have a gradient, into their parameters. No host sync."""
         if not self._are_whole:
             lean.write_halves(lean.joined_of(self.pairs))
-        elif not all([pair.trains for pair in self.pairs]):  # noqa: C419 (is faster)
+        elif not all(host_lists.lists.read_slot(self.pairs, "trains")):
             some = Pairs([pair for pair in self.pairs if pair.trains or pair.master.grad is not None])
             kernels.master_copy.master_copy(some.masters, some.models)
             some.note_agreement()
@@ -270,22 +267,26 @@ class Pairs:
                 pair.note_agreement()
             return
         lists = host_lists.lists
-        now = lists.versions(self.masters), lists.addresses(self.masters)
-        for pair, pair.version, pair.address in zip(self.pairs, *now, strict=True):
-            pair.given = None
+        lists.write_slot(self.pairs, "version", lists.versions(self.masters))
+        lists.write_slot(self.pairs, "address", list(lists.addresses(self.masters)))
+        lists.write_slot(self.pairs, "given", [None] * len(self.pairs))
 
     # Gradients.
 
     def hide(self) -> None:
         """Leave the gradients to the masters alone, so that a backward may make new ones."""
-        if any([pair.grad is not None for pair in self.pairs]):  # noqa: C419
+        lists = host_lists.lists
+        if not lists.are_same(lists.read_slot(self.pairs, "grad"), [None] * len(self.pairs)):
             store_grads(self.models)
 
-    def show(self) -> None:
-        """Give parameters the gradients of their masters, and note them."""
-        grads = list(map(_grad, self.masters))
-        for pair, grad in zip(self.pairs, grads, strict=True):
-            pair.grad = grad
+    def show(self, shown: list[Tensor] | None = None) -> None:
+        """Give parameters the gradients of their masters, and note them.
+
+        Args:
+            shown: the gradients of all masters, if the caller has just set them.
+        """
+        grads = list(map(_grad, self.masters)) if shown is None else shown
+        host_lists.lists.write_slot(self.pairs, "grad", grads)
         if not HAS_GRAD_DTYPE:
             return
         if any(map(_grad_dtype, self.models)):  # `torch.utils.swap_tensors` has made others
@@ -296,8 +297,7 @@ class Pairs:
 
     def forget_grads(self) -> None:
         """Note that both sides have no gradient, or none yet."""
-        for pair in self.pairs:
-            pair.grad = None
+        host_lists.lists.write_slot(self.pairs, "grad", [None] * len(self.pairs))
 
     def only(self, chosen: Sequence[bool]) -> Pairs:
         """Return the chosen pairs alone; for the same ones, the same object again."""

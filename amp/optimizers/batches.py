@@ -1,7 +1,7 @@
 """Batches of an optimizer's parameters, each for one call of `amp.kernels.stepping.step`."""
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
 from amp.kernels.rule import Origin
-from amp.kernels.tensor_lists import TensorList, are_all_same, are_plain, local
+from amp.kernels.tensor_lists import Layout, TensorList, are_all_same, are_plain, local
 from amp.names import bare_names
 
 
@@ -28,7 +28,7 @@ class Batch:
         cut: how each is sharded over ranks.
         names: the bare name of each in its model; its place in the groups if that is unknown.
         entries: the index of each in the optimizer's state; None if it has no state yet.
-        checked: the kinds and devices of the lists that last passed `check_batch`.
+        layouts: those of its lists in the last step, by name, which have passed `check_batch`.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Batch:
     cut: Cut
     names: list[str]
     entries: list[int | None]
-    checked: list[Any] = field(default_factory=list)
+    layouts: dict[str, Layout] = field(default_factory=dict)
     _origins: dict[int, list[Origin]] = field(default_factory=dict)  # of the last seed
 
     def origins(self, seed: int) -> list[Origin]:
@@ -65,7 +65,7 @@ class Batch:
             own: list[Any] = [parameter.grad for parameter in stepped]
             if not are_plain(own) or not are_plain(stepped):
                 stepped, own = list(map(local, stepped)), list(map(local, own))
-            params = TensorList(stepped)  # whose dtype and order a user may have changed
+            params = TensorList(stepped, before=self.layouts.get("params"))
             return {"params": params, "grads": TensorList(own, like=params)}
         of, grads = inputs.deferred.of, inputs.deferred.grads
         masters, models = of.master_list, of.model_list
@@ -73,21 +73,22 @@ class Batch:
             masters, grads, models = [x.at(self.positions) for x in (masters, grads, models)]
         if inputs.lows is None:
             return {"params": masters, "grads": grads, "models": models}
-        lows = self.shards([inputs.lows[i] for i in self.positions])
+        lows = self.shards("lows", [inputs.lows[i] for i in self.positions])
         return {"params": models, "grads": grads, "lows": lows}
 
-    def shards(self, tensors: Sequence[Tensor]) -> TensorList:
-        """Return tensors that belong to the optimizer, of DTensors the shards that this rank holds."""
-        return TensorList(list(map(local, tensors)) if self.cut.groups else tensors)
+    def shards(self, name: str, tensors: Sequence[Tensor]) -> TensorList:
+        """Return what each parameter has under a name; of DTensors the shards that this rank holds."""
+        here = list(map(local, tensors)) if self.cut.groups else tensors
+        return TensorList(here, before=self.layouts.get(name))
 
 
-def kinds_of(lists: Sequence[TensorList]) -> list[Any]:
-    """Return the kinds and devices of lists, for comparison; an empty list if one has no kind."""
+def layouts_of(lists: Mapping[str, TensorList]) -> dict[str, Layout]:
+    """Return the layouts of lists; none at all if one list has none, or no memory."""
     try:
-        have_memory = [all(x.addresses) or x.has_memory for x in lists]
-        return [(x.kind, x.device) for x in lists] if all(have_memory) else []
+        have_memory = [all(x.addresses) or x.has_memory for x in lists.values()]
+        return {name: x.layout for name, x in lists.items()} if all(have_memory) else {}
     except (RuntimeError, AttributeError, TypeError):  # of sparse tensors, and of what is none
-        return []
+        return {}
 
 
 class Batches:

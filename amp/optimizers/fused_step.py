@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from amp.distributed import WHOLE, reduce_norm, shard_like
+from amp.kernels import host_lists
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.optimizers.batches import Batch, kinds_of
+from amp.optimizers.batches import Batch, layouts_of
 from amp.optimizers.checks import check_batch
 from amp.optimizers.interface import Fused
 from amp.training.step_inputs import StepInputs
@@ -56,15 +56,16 @@ def _look_at(
     names = (*optimizer._kept(optimizer.param_groups[batch.index]), "step")
     try:
         own = [entries[i] for i in batch.entries]  # type: ignore[index]
-        state = [batch.shards(list(map(itemgetter(name), own))) for name in names]
+        state = {name: batch.shards(name, host_lists.lists.items(own, name)) for name in names}
     except (KeyError, TypeError, AttributeError, RuntimeError):  # not all of it is there, or is usable
         state = None
-    kinds = [] if state is None else kinds_of([*lists.values(), *state])
-    if not kinds or kinds != batch.checked:
+    layouts = {} if state is None else layouts_of(lists | state)
+    kinds, before = [[(x.kind, x.device) for x in of.values()] for of in (layouts, batch.layouts)]
+    if not kinds or kinds != before:
         check_batch(optimizer, batch, lists)
-        batch.checked = kinds
+    batch.layouts = layouts
     inv_scale = inputs.own_inv_scale if batch.positions is None else inputs.deferred.inv_scale
-    return Ready(batch, lists, state, inv_scale)
+    return Ready(batch, lists, None if state is None else list(state.values()), inv_scale)
 
 
 def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: StepInputs) -> Tensor | None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 from amp.casting.regions import ThreadState
 from amp.distributed import shard_like
 from amp.errors import AmpTypeError
+from amp.kernels import host_lists
 from amp.kernels.interrupts import outside_inference_mode, without_grad
 from amp.kernels.tensor_lists import TensorList, are_same, local
 from amp.lazy import kernels
@@ -179,7 +180,7 @@ class Deferral:
         """
         if not new.of_masters.are_dense or new.have_graphs:
             return False
-        if any([len(pair.users) > 1 for pair in pairs.pairs]):  # noqa: C419 (is faster)
+        if max(map(len, host_lists.lists.read_slot(pairs.pairs, "users")), default=0) > 1:
             return False
         if self.deferred is None:
             return not have_grads(pairs.masters)
@@ -232,6 +233,12 @@ class Deferral:
         self._values.begin(grads, deferred.inv_scale)
         store_grads(of.masters, self._shown)
         self.deferred = deferred
+
+    def shown_by(self, pairs: Pairs) -> list[Tensor] | None:
+        """Return the gradients of masters, if they are what stands for deferred ones; else None."""
+        is_of_all = self.deferred is not None and self.deferred.of is pairs
+        is_there = is_of_all and host_lists.lists.have_grads(pairs.masters, self._shown)
+        return self._shown if is_there else None
 
     def _count_references(self) -> tuple[list[int], list[int]]:
         """Return how often Python and C++ refer to each tensor that is shown, and to its shard."""

@@ -49,8 +49,6 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
-from operator import is_
 from typing import Any, Literal, Protocol
 
 import torch
@@ -61,7 +59,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, first_few
 from amp.kernels import host_lists
 from amp.kernels.interrupts import Change
-from amp.kernels.tensor_lists import local
+from amp.kernels.tensor_lists import are_all_same, local
 from amp.lazy import kernels
 from amp.masters.agreement import cast_text
 from amp.masters.grads import grads_of, have_grads, store_grads
@@ -76,7 +74,6 @@ from amp.training.synchronization import Synchronization
 from amp.training.unscaling import NewGradients
 from amp.training.verdicts import Capabilities, Verdict, Verdicts
 
-_dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
 
 
@@ -192,12 +189,9 @@ class Gradients:
                 after `initialize`.
         """
         known, optimizer, called = self.parameters, self._optimizer, self._named.called
-        now, before = [group["params"] for group in optimizer.param_groups], known.in_groups
-        if (
-            list(map(len, now)) == list(map(len, before))
-            and all(map(is_, chain.from_iterable(now), chain.from_iterable(before)))
-            and list(map(_dtype, known.unmastered)) == known.dtypes
-        ):
+        now = [group["params"] for group in optimizer.param_groups]
+        have_dtypes = host_lists.lists.have_dtypes(known.unmastered, known.dtypes)
+        if have_dtypes and are_all_same(now, known.in_groups):
             return known
         for parameter, dtype in zip(known.unmastered, known.dtypes, strict=True):
             if parameter.dtype is not dtype:
@@ -271,7 +265,8 @@ class Gradients:
         self._show()
 
     def _show(self) -> None:
-        self.parameters.pairs.show()
+        pairs = self.parameters.pairs
+        pairs.show(self.deferral.shown_by(pairs))
         self._are_hidden = False  # last: while it is set, `show` may go on after an interrupt
 
     # A block.
@@ -587,8 +582,7 @@ class Gradients:
         if is_to_none and pairs.pairs:
             host_lists.lists.clear_grads(pairs.masters)
             host_lists.lists.clear_grads(pairs.models)
-        for pair in pairs.pairs:
-            pair.grad = None
+        pairs.forget_grads()
         self.were_stepped = False
         if self.capabilities.takes_scaled:
             self.deferral.forget()

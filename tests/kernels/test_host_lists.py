@@ -69,6 +69,13 @@ def test_addresses_and_versions(way: Any) -> None:
         some[1].data = torch.randn(5)
     assert way.addresses(some) == tuple([x.data_ptr() for x in some])
     assert way.versions(some) == [x._version for x in some]
+    assert way.are_at(some, way.addresses(some))
+    assert way.are_at(some, list(way.addresses(some)))
+    assert not way.are_at(some, (*way.addresses(some)[:-1], 1))
+    assert not way.are_at(some, way.addresses(some[1:]))
+    before = way.versions(some[:2])
+    assert way.increment(some[:2]) is None
+    assert way.versions(some[:2]) == [version + 1 for version in before]
     assert way.addresses([]) == ()
     assert way.versions([]) == []
 
@@ -143,10 +150,10 @@ def test_flags_dtypes_and_devices(way: Any) -> None:
     assert way.train(some, flags)
     some[0].requires_grad_(False)
     assert not way.train(some, flags)
-    floats = [x for x in some if x.dtype is torch.float32]
-    assert way.have_dtype(floats, [torch.zeros(1)])
-    assert not way.have_dtype(some, [torch.zeros(1)])
-    assert not way.have_dtype(floats, [torch.zeros(1).half()])
+    some.append(torch.ones(2, dtype=torch.uint16))
+    dtypes = [x.dtype for x in some]
+    assert way.have_dtypes(some, dtypes)
+    assert not way.have_dtypes(some, [*dtypes[:-1], torch.int16])
     assert way.are_together(some, list(some))
     assert not way.are_together(some, some[::-1])
 
@@ -156,6 +163,12 @@ def test_kinds(way: Any) -> None:
     sizes, dtypes = tuple([x.numel() for x in some]), tuple([x.dtype for x in some])
     assert way.kind(some) == (sizes, dtypes, False)
     assert way.kind([x for x in some if x.is_contiguous()])[2]
+    flat = [x for x in some if x.is_contiguous()]
+    sizes, dtypes, _ = way.kind(flat)
+    assert way.are_of_kind(flat, sizes, dtypes)
+    assert not way.are_of_kind(flat, (*sizes[:-1], 7), dtypes)
+    assert not way.are_of_kind(flat, sizes, (*dtypes[:-1], torch.int8))
+    assert not way.are_of_kind(some, *way.kind(some)[:2])
     assert way.kind([]) == ((), (), True)
     rare = [torch.ones(2, dtype=torch.uint16), torch.ones(3).to(torch.float8_e5m2)]
     assert way.kind(rare) == ((2, 3), (torch.uint16, torch.float8_e5m2), True)
@@ -217,6 +230,36 @@ def test_what_has_neither_version_nor_address_raises(way: Any) -> None:
     assert way.addresses([made]) == (made.data_ptr(),)
 
 
+class Record:
+    """An object with slots, as pairs are."""
+
+    __slots__ = ("first", "second")
+
+
+def test_slots_and_items(way: Any) -> None:
+    records, values = [Record() for _ in range(3)], [torch.ones(1), None, 3]
+    assert way.write_slot(records, "first", values) is None
+    assert [record.first for record in records] == values
+    assert way.are_same(way.read_slot(records, "first"), values)
+    with pytest.raises(AttributeError):
+        way.read_slot(records, "second")
+    weak = weakref.ref(values.pop(0))
+    way.write_slot(records, "first", [None] * 3)
+    assert weak() is None
+    assert way.read_slot([], "first") == []
+    assert way.write_slot([], "first", []) is None
+    assert way.items([{"a": 1}, {"b": 3, "a": 2}], "a") == [1, 2]
+    with pytest.raises(KeyError):
+        way.items([{"a": 1}, {}], "a")
+
+
+def test_same_objects(way: Any) -> None:
+    some = [torch.ones(1), None, 1000]
+    assert way.are_same(some, tuple(some))
+    assert not way.are_same(some, some[:2])
+    assert not way.are_same(some, [torch.ones(1), *some[1:]])
+
+
 def outcome(function: Any, *arguments: Any) -> Any:
     try:
         return function(*arguments)
@@ -254,7 +297,18 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.have_grads, (wrong, [None])),
         (in_cpp.train, (wrong, [True])),
         (in_cpp.are_together, (wrong, wrong)),
-        (in_cpp.have_dtype, (wrong, wrong)),
+        (in_cpp.have_dtypes, (wrong, [torch.float32])),
+        (in_cpp.have_dtypes, ([torch.ones(1)], [])),
+        (in_cpp.are_at, (wrong, [0])),
+        (in_cpp.are_at, ([torch.ones(1)], ["1"])),
+        (in_cpp.increment, (wrong,)),
+        (in_cpp.are_of_kind, (wrong, (1,), (torch.float32,))),
+        (in_cpp.read_slot, (wrong, "first")),
+        (in_cpp.read_slot, ([Record()], 3)),
+        (in_cpp.write_slot, (wrong, "first", [1])),
+        (in_cpp.write_slot, ([Record()], "first", [])),
+        (in_cpp.items, (wrong, 0)),
+        (in_cpp.are_same, ([], 3)),
         (in_cpp.have_grads, ([torch.ones(1)], [])),
         (in_cpp.have_grads, ([torch.ones(1)],)),
         (in_cpp.train, ([torch.ones(1)], [True, False])),
