@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from amp.distributed import shard_like
-from amp.dtypes import SCALABLE
+from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpTypeError
 from amp.kernels import host_lists
 from amp.kernels.interrupts import at_once, without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, has_own_values, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
+from amp.masters.grads import have_grads
 from amp.training.parameters import ParameterNames, Parameters
 
 if TYPE_CHECKING:
@@ -292,18 +293,25 @@ def add_to_masters(pairs: Pairs) -> None:
     """
     pairs.check_devices()
     pairs = pairs.only([grad is not None for grad in map(_grad, pairs.models)])
+    new = _in_float32(list(map(_grad, pairs.models)), pairs.are_plain)
     changes: list[Callable[[], object]] = []
-    for master, grad in zip(pairs.masters, map(_grad, pairs.models), strict=True):
-        new = _in_float32_with_graph(grad) if grad.requires_grad else grad.to(torch.float32)
-        is_first = master.grad is None
-        changes.append(partial(setattr, master, "grad", new) if is_first else _adding(master, new))
+    if have_grads(pairs.masters):
+        changes += map(_adding, pairs.masters, new)
+    else:
+        changes.append(partial(deque, map(setattr, pairs.masters, repeat("grad"), new), 0))
     removed = map(setattr, pairs.models, repeat("grad"), repeat(None))
     at_once(*changes, partial(deque, removed, 0))
 
 
-@torch.enable_grad()
-def _in_float32_with_graph(grad: Tensor) -> Tensor:
-    return grad.to(torch.float32)
+def _in_float32(grads: list[Tensor], are_plain: bool) -> list[Tensor]:
+    """Return gradients in float32, those with a graph with theirs."""
+    lists = host_lists.lists
+    half = next((grad.dtype for grad in grads if grad.dtype in LOW_PRECISION), None)
+    are_alike = are_plain and lists.have_dtypes(grads, [half] * len(grads)) and lists.are_floats(grads)
+    if are_alike and lists.train(grads, [False] * len(grads)):
+        return kernels.foreach.copies(grads, torch.float32)  # type: ignore[no-any-return]
+    with torch.enable_grad():
+        return [grad.to(torch.float32) for grad in grads]
 
 
 def _adding(parameter: Tensor, grad: Tensor) -> Callable[[], object]:
