@@ -7,7 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -144,17 +144,14 @@ def _run_here(
 @contextmanager
 def _everything_kept() -> Iterator[None]:
     """Restore random numbers, the default session and dtype, and the grad mode after the block."""
-    restore, session = keep_random_numbers(), frontend._Default.session
-    dtype, grad_mode = torch.get_default_dtype(), torch.is_grad_enabled()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AmpWarning)  # the results report the same
-            yield
-    finally:
-        frontend._Default.session = session
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(grad_mode)
-        restore()
+    with ExitStack() as stack:
+        keep_random_numbers(stack)
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        stack.callback(setattr, frontend._Default, "session", frontend._Default.session)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore", AmpWarning)  # the results report the same
+        yield
 
 
 def compare_runs(

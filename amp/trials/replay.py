@@ -95,7 +95,7 @@ class Replay:
         """Keep all state that a step changes, and disable `optimizer.step`."""
         for ddp in _ddps_around(list(self.models.values())):  # each rank runs as often as it needs
             stack.enter_context(ddp.no_sync())
-        stack.callback(keep_random_numbers())
+        keep_random_numbers(stack)
         for model in self.models.values():
             stack.callback(_keep_tensors([*model.parameters(), *model.buffers()]))
         for one in self._attached:
