@@ -27,6 +27,7 @@ from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.places import modules_of, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
+from amp.masters.fp32_values import values_of
 from amp.masters.grads import grads_of, store_grads
 from amp.profiles.rules import Rule
 from amp.session import Session
@@ -117,10 +118,6 @@ class Replay:
         if caster is not None and any(module in self.models.values() for module in chosen):
             stack.enter_context(disable_casts())
         for module in chosen:
-            for hook in module._forward_pre_hooks.values():
-                if isinstance(hook, ModelInputs):
-                    stack.callback(setattr, hook, "dtype", hook.dtype)
-                    hook.dtype = torch.float32
             if is_cast:
                 self._upcast(module, stack)
             if caster is not None:
@@ -141,15 +138,11 @@ class Replay:
         The original weights keep their dtype: a change of dtype would lose the hooks on their gradient,
         and DistributedDataParallel would stop to reduce it.
         """
-        masters = self.owner.masters
         wide: dict[int, Tensor] = {}
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in LOW_PRECISION:
-                pair = masters.pair(tensor)
-                values = tensor if pair is None else masters.merged(pair)
-                wide[id(tensor)] = values = values.detach().to(torch.float32, copy=True)
-                if isinstance(tensor, nn.Parameter):
-                    wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
+                values, is_weight = values_of(tensor).clone(), isinstance(tensor, nn.Parameter)
+                wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_weight else values
         for holder in (each for model in self.models.values() for each in model.modules()):
             for name, held in [*holder._parameters.items(), *holder._buffers.items()]:
                 if id(held) in wide:
