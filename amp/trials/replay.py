@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps
@@ -98,9 +97,10 @@ class Replay:
             stack.enter_context(ddp.no_sync())
         keep_random_numbers(stack)
         for model in self.models.values():
-            stack.callback(_keep_tensors([*model.parameters(), *model.buffers()]))
+            for x in (*model.parameters(), *model.buffers()):
+                stack.callback(_put_back, x, x.data, x.detach().clone(), x.grad)
         for one in self._attached:
-            stack.callback(_keep_optimizer(one))
+            _keep_optimizer(one, stack)
         for scaler in self.owner.scalers:
             stack.callback(scaler.snapshot())
         if self.owner.fp8 is not None and (history := self.owner.fp8.history) is not None:
@@ -158,38 +158,24 @@ def _ddps_around(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     return [ddp for ddp in found if any(unwrapped(ddp) is model for model in models)]
 
 
-def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Return a function that restores the values and gradients of tensors."""
-    held = [(x, x.data, x.detach().clone(), x.grad) for x in tensors]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for x, data, values, grad in held:
-            x.grad = None
-            x.data = data
-            if not torch.equal(x, values):
-                x.copy_(values)
-            x.grad = grad
-
-    return restore
+@torch.no_grad()
+def _put_back(x: Tensor, data: Tensor, values: Tensor, grad: Tensor | None) -> None:
+    """Restore the memory, the values and the gradient of a tensor."""
+    x.grad = None
+    x.data = data
+    if not torch.equal(x, values):
+        x.copy_(values)
+    x.grad = grad
 
 
-def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
-    """Return a function that restores gradients of masters, deferred ones too, and group options."""
-    optimizer: Optimizer = attached.optimizer
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+def _keep_optimizer(attached: AttachedOptimizer, stack: ExitStack) -> None:
+    """Restore gradients of masters, deferred ones too, and group options, when a stack ends."""
+    for group in attached.optimizer.param_groups:
+        stack.callback(group.update, {k: v for k, v in group.items() if k != "params"})
     gradients = attached.gradients
-    masters, grads = gradients.parameters.masters, grads_of(gradients.parameters.masters)
-    common = [(pair, pair.grad) for pair in gradients.parameters.pairs.pairs]
-    holders = [(each, dict(vars(each))) for each in (gradients, gradients.deferral)]
-
-    def restore() -> None:
-        for group, numbers in zip(optimizer.param_groups, groups, strict=True):
-            group.update(numbers)
-        for holder, attributes in holders:
-            vars(holder).update(attributes)
-        store_grads(masters, grads)
-        for pair, grad in common:
-            pair.grad = grad
-
-    return restore
+    for pair in gradients.parameters.pairs.pairs:
+        stack.callback(setattr, pair, "grad", pair.grad)
+    masters = gradients.parameters.masters
+    stack.callback(store_grads, masters, grads_of(masters))
+    for each in (gradients, gradients.deferral):
+        stack.callback(vars(each).update, dict(vars(each)))
