@@ -18,13 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from amp.casting.cast_hooks import cast_inputs_to
+from amp.diagnosis.diagnose import prefixed
 from amp.names import unwrapped_name
 from amp.observers import Observer, observing
 from amp.session import Session
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.gradients import State
-from amp.training.unscaling import unscaled
 from amp.trials.activation_memory import Activations, size_of
 
 ModuleGradients = dict[str, list[Tensor]]
@@ -254,13 +254,9 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 
     def _look_before(self, log: _Log) -> None:
         """Note the gradients of this step, after unscaling and clipping, and the weights."""
-        attached = log.attached
-        attached.gradients.finish_delayed()
-        attached.gradients.reconcile()
-        trained = list(_trained(attached))
+        attached, trained = log.attached, self._note_gradients(log)
         if log.steps == 0:
-            self._add_memory("gradients", size_of(grad for _, grad in trained))
-        self._note_gradients(log)
+            self._add_memory("gradients", size_of(trained.values()))
         is_idle = all(float(group.get("lr", 1.0)) == 0.0 for group in attached.optimizer.param_groups)
         is_measured = self._record.device == "cuda" and log.steps == 1  # a copy would raise its peak
         log.count_still = None if is_idle or is_measured else _counting_still(attached, trained)
@@ -277,36 +273,34 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
                 log.sums = sums
             elif log.attached.gradients.state is not State.OPEN:
                 with self._clock.stopped():
-                    log.attached.gradients.finish_delayed()
-                    log.attached.gradients.reconcile()
                     self._note_gradients(log)
             evaluated = True
             return result
 
         return watched
 
-    def _note_gradients(self, log: _Log) -> None:
-        """Keep the gradients of the first step."""
-        if log.steps:
-            return
-        deferred = log.attached.gradients.deferral.for_step(log.attached.gradients.parameters.pairs)
-        values = unscaled(deferred.grads.now(), deferred.inv_scale) if deferred.grads else ()
-        grads = {id(model): grad for model, grad in zip(deferred.of.models, values, strict=True)}
-        grads |= {
-            id(p): p.grad for p in log.attached.gradients.parameters.unmastered if p.grad is not None
-        }
-        for parameter, name in self._names(log.attached.owner):
-            if id(parameter) in grads:
-                self._record.first.setdefault(name, []).append(_on_host(grads[id(parameter)]))
+    def _note_gradients(self, log: _Log) -> dict[Tensor, Tensor]:
+        """Keep the gradients of the first step; return parameters with theirs, scaled or not."""
+        gradients, masters = log.attached.gradients, log.attached.masters
+        gradients.finish_delayed()
+        gradients.reconcile()
+        trained = {parameter: _dense(grad) for parameter, grad in gradients.grads_for_step()}
+        kept = gradients.deferral.kept
+        inv_scale = 1.0 if kept is None or kept.inv_scale is None else float(kept.inv_scale)
+        for parameter, name in self._names() if log.steps == 0 else ():
+            if parameter in trained:
+                grad, is_scaled = trained[parameter].cpu(), masters.pair(parameter) is not None
+                value = grad.float() * inv_scale if is_scaled else grad.clone()
+                self._record.first.setdefault(name, []).append(value)
+        return trained
 
-    def _names(self, session: Session) -> Iterator[tuple[Tensor, str]]:
-        """Yield the parameters of a session, each with the name of the module that owns it."""
-        counts = [len(each.live_models()) for each in self._sessions]
-        before = sum(counts[: self._sessions.index(session)])
-        models = session.live_models()
-        for (i, name), parameter in session.named_parameters().items():
-            module = unwrapped_name(name).rpartition(".")[0] or type(models[i]).__name__
-            yield parameter, f"model {before + i}: {module}" if sum(counts) > 1 else module
+    def _names(self) -> Iterator[tuple[Tensor, str]]:
+        """Yield the parameters of all models, each with the name of the module that owns it."""
+        models = [model for session in self._sessions for model in session.live_models()]
+        for prefix, model in prefixed(models).items():
+            for name, parameter in model.named_parameters():
+                module = unwrapped_name(name).rpartition(".")[0] or type(model).__name__
+                yield parameter, prefix + module
 
     def _look_after(self, log: _Log) -> None:
         """Note what the step did."""
@@ -379,12 +373,12 @@ class _Clock:
 
 
 def _counting_still(
-    attached: AttachedOptimizer, trained: list[tuple[Tensor, Tensor]]
+    attached: AttachedOptimizer, trained: dict[Tensor, Tensor]
 ) -> Callable[[], tuple[int, int]]:
     """Return a function that counts weights that a step has not changed, and those with a gradient."""
     parts = [
         (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
-        for parameter, grad in trained
+        for parameter, grad in trained.items()
     ]
 
     def count() -> tuple[int, int]:
@@ -394,27 +388,11 @@ def _counting_still(
     return count
 
 
-def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the masters and parameters that an optimizer is about to update, and their gradients.
-
-    Gradients of masters may be scaled still.
-    """
-    deferred = attached.gradients.deferral.for_step(attached.gradients.parameters.pairs)
-    yield from zip(deferred.of.masters, deferred.grads, strict=True)
-    for parameter in attached.gradients.parameters.unmastered:
-        if parameter.grad is not None:
-            yield parameter, _dense(parameter.grad)
-
-
-def _value(attached: AttachedOptimizer, stepped: Tensor) -> Tensor:
-    """Return the FP32 values of a master, or the values of a parameter without a master."""
-    pair = attached.masters.pair(stepped)
-    return stepped.detach() if pair is None else pair.values()
+def _value(attached: AttachedOptimizer, parameter: Tensor) -> Tensor:
+    """Return the values of a parameter: those in FP32 of its master, if it has one."""
+    pair = attached.masters.pair(parameter)
+    return parameter.detach() if pair is None else pair.values()
 
 
 def _dense(grad: Tensor) -> Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
-
-
-def _on_host(grad: Tensor) -> Tensor:
-    return _dense(grad.detach()).cpu().clone()
