@@ -92,15 +92,15 @@ class _Log:
         sums: the sums of losses by `loss_id`, over the blocks since the last step.
         losses: those of each step, by `loss_id`.
         skipped: for each step, whether it was skipped.
-        count_still: counts the weights that the present step has not changed, and those with a
-            gradient.
+        before: parameters, their values before the present step, and where their gradients are not 0;
+            None if it is not to be seen which of them stand still.
     """
 
     attached: AttachedOptimizer
     sums: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     skipped: list[bool] = field(default_factory=list)
-    count_still: Callable[[], tuple[int, int]] | None = None
+    before: list[tuple[Tensor, Tensor, Tensor]] | None = None
 
     @property
     def steps(self) -> int:
@@ -189,9 +189,10 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             self._sessions.append(session)
         if session.fp8 is not None:
             self._record.small = session.fp8.small_said
+        had_begun = self.has_begun
         for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
             self._logs.setdefault(id(attached), _Log(attached))
-        if self.has_begun and not self._clock.is_running:
+        if self.has_begun and not had_begun:
             self._begin(list(session.named_parameters().values()))
 
     def _begin(self, parameters: list[Tensor]) -> None:
@@ -259,7 +260,12 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             self._add_memory("gradients", size_of(trained.values()))
         is_idle = all(float(group.get("lr", 1.0)) == 0.0 for group in attached.optimizer.param_groups)
         is_measured = self._record.device == "cuda" and log.steps == 1  # a copy would raise its peak
-        log.count_still = None if is_idle or is_measured else _counting_still(attached, trained)
+        log.before = None
+        if not (is_idle or is_measured):
+            log.before = [
+                (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
+                for parameter, grad in trained.items()
+            ]
 
     def _look_into(self, closure: Callable[[], Any], log: _Log) -> Callable[[], Any]:
         """Return a closure that notes gradients at its first evaluation in a step only."""
@@ -304,7 +310,7 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 
     def _look_after(self, log: _Log) -> None:
         """Note what the step did."""
-        record, count_still = self._record, log.count_still
+        record, attached = self._record, log.attached
         if log.steps == 0:
             self._measuring.close()
             self._note_weights(log)
@@ -312,11 +318,12 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             torch.cuda.reset_peak_memory_stats()
         for loss_id, value in log.sums.items():
             log.losses.setdefault(loss_id, []).append(value)
-        log.sums, log.count_still = {}, None
-        log.skipped.append(log.attached.step.was_skipped)
-        if count_still is not None and not log.skipped[-1]:
-            still, of = count_still()
-            record.still.append(still / max(of, 1))
+        log.skipped.append(attached.step.was_skipped)
+        if log.before is not None and not log.skipped[-1]:
+            moving = sum(int(moves.sum()) for *_, moves in log.before)
+            still = [((_value(attached, x) == value) & moves).sum() for x, value, moves in log.before]
+            record.still.append(sum(map(int, still)) / max(moving, 1))
+        log.sums, log.before = {}, None
         if not record.scales and all(False in each.skipped for each in self._logs.values()):
             record.scales = self._scales()
 
@@ -342,19 +349,15 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 class _Clock:
     """The time of a run, without the time of its observer."""
 
-    is_running = False
-
     def start(self, device: str) -> None:
         """Start the clock, on a type of device."""
-        self._device, self.is_running = device, True
-        self._began, self._apart = self._now(), 0.0
+        self._device = device
+        self._began = self._now()
 
     def lap(self) -> float:
         """Return the seconds since the last call or the start. On a GPU the host waits for it."""
-        now = self._now()
-        seconds = now - self._began - self._apart
-        self._began, self._apart = now, 0.0
-        return seconds
+        before, self._began = self._began, self._now()
+        return self._began - before
 
     def _now(self) -> float:
         if self._device == "cuda":
@@ -369,23 +372,7 @@ class _Clock:
             with torch.no_grad():
                 yield
         finally:
-            self._apart += self._now() - began
-
-
-def _counting_still(
-    attached: AttachedOptimizer, trained: dict[Tensor, Tensor]
-) -> Callable[[], tuple[int, int]]:
-    """Return a function that counts weights that a step has not changed, and those with a gradient."""
-    parts = [
-        (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
-        for parameter, grad in trained.items()
-    ]
-
-    def count() -> tuple[int, int]:
-        still = [((_value(attached, x) == before) & moves).sum().item() for x, before, moves in parts]
-        return int(sum(still)), int(sum(moves.sum().item() for *_, moves in parts))
-
-    return count
+            self._began += self._now() - began
 
 
 def _value(attached: AttachedOptimizer, parameter: Tensor) -> Tensor:
