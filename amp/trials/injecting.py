@@ -59,11 +59,6 @@ class Injected(Training):
         replace_in(self._open, torch, "set_default_dtype", _in_float32)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        if self._session is not None:
-            self._session.close()
-
     def _call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module, after `initialize` if it is the first."""
         if not self._is_busy and self.optimizers and torch.is_grad_enabled():
@@ -91,6 +86,7 @@ class Injected(Training):
         finally:
             self._is_busy = False
         self._session = session
+        self._open.callback(session.close)
         self._until_begun.close()
         for model in models:
             hook = model.register_forward_pre_hook(_widen, with_kwargs=True, prepend=True)
@@ -142,9 +138,9 @@ def _in_float32(original: Any, *args: Any, **kwargs: Any) -> Any:
         return args[0].float()
 
     def widened(x: Any) -> Any:
-        return torch.float32 if x in LOW_PRECISION else x
+        return torch.float32 if isinstance(x, torch.dtype) and x in LOW_PRECISION else x
 
     if not is_called_by_amp():
-        args = tuple(widened(x) if isinstance(x, torch.dtype) else x for x in args)
-        kwargs = {k: widened(x) if isinstance(x, torch.dtype) else x for k, x in kwargs.items()}
+        args = tuple(map(widened, args))
+        kwargs = {key: widened(x) for key, x in kwargs.items()}
     return original(*args, **kwargs)
