@@ -6,22 +6,20 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from amp.casting.by_model import keeps_fp32
 from amp.casting.by_op import CastOps
 from amp.casting.matching_rules import ruled_modules, ruled_tensors
 from amp.casting.policy import OpRule, describe
-from amp.diagnosis.findings import short_path, without_number
+from amp.diagnosis.findings import short_path
 from amp.diagnosis.ledger import Call
 from amp.diagnosis.places import modules_of
-from amp.diagnosis.shadow import Shadow
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
 from amp.own_tensors import own_tensors
 from amp.profiles.keys import shown
 from amp.profiles.options import OptLevel
-from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.trials.checking import a_forward
 
@@ -103,53 +101,40 @@ def explain(
             `opt_level` is missing, or is given for a model that has a level.
     """
     with a_forward(model, batch, opt_level, overrides, "amp.explain") as (session, replay):
-        return _chosen(_explained(session, replay.run()[0]), op, module)
+        shadow, _ = replay.run()
+        explained = _Explainer(session, replay.models[""]).explained
+        counts = Counter(map(explained, shadow.ledger.calls))
+    calls = [replace(call, count=count) for call, count in counts.items()]
+    level = str(session.properties.opt_level or "this profile")
+    return Explanation(level, tuple(_chosen(calls, op, module)))
 
 
-def _explained(session: Session, shadow: Shadow) -> Explanation:
-    """Explain all calls of the forwards that a shadow has seen."""
-    counts = Counter(map(_Explainer(session, shadow).explained, shadow.ledger.calls))
-    calls = tuple(replace(call, count=count) for call, count in counts.items())
-    return Explanation(str(session.properties.opt_level or "this profile"), calls)
-
-
-def _chosen(explanation: Explanation, op: str | None, module: str | None) -> Explanation:
-    """Return the calls of an explanation that are of an op and in a module; None selects all.
+def _chosen(calls: list[Explained], op: str | None, module: str | None) -> list[Explained]:
+    """Return the calls of an op, in a module or its submodules; None selects all.
 
     Raises:
         AmpValueError: there are none; the message names the existing ones.
     """
-    modules = {call.module for call in explanation.calls}
-    calls = [x for x in explanation.calls if _is_about(x, None, module)]
-    if not calls:
-        hint = did_you_mean(module or "", modules)
+    inside = [x for x in calls if not module or f"{x.module}.".startswith(f"{module}.")]
+    if not inside:
+        hint = did_you_mean(module or "", {x.module for x in calls})
         raise AmpValueError(f"no function of torch was called in module '{module}'{hint}")
-    found = [x for x in calls if _is_about(x, op, module)]
-    if not found:
-        names = sorted({x.op for x in calls})
+    chosen = [x for x in inside if op in (None, x.op, x.op.rpartition(".")[2])]
+    if not chosen:
+        names = sorted({x.op for x in inside})
         where = f"module '{module}'" if module else "a forward"
         raise AmpValueError(f"'{op}' was not called in {where}; these were: {', '.join(names)}")
-    return Explanation(explanation.level, tuple(found))
-
-
-def _is_about(call: Explained, op: str | None, module: str | None) -> bool:
-    """Whether a call is of the function `op`, in a module or one of its submodules."""
-    name = without_number(call.module)
-    is_inside = not module or name == module or name.startswith(f"{module}.")
-    return is_inside and (op is None or op in (call.op, call.op.rpartition(".")[2]))
+    return chosen
 
 
 class _Explainer:
-    """Explains calls of functions in a session."""
+    """Explains calls of functions in the forward of a session's model."""
 
-    def __init__(self, session: Session, shadow: Shadow) -> None:
-        self._modules, self._properties = modules_of(shadow.models), session.properties
+    def __init__(self, session: Session, model: nn.Module) -> None:
+        self._modules, self._properties = modules_of({"": model}), session.properties
         self._caster = next((x for x in session.strategies if isinstance(x, CastOps)), None)
-        self._ruled: dict[nn.Module, Rule] = {}
-        self._ruled_tensors: dict[Tensor, Rule] = {}
-        for model in shadow.models.values():
-            self._ruled |= ruled_modules(model, session.properties.rules)
-            self._ruled_tensors |= ruled_tensors(model, session.properties.rules)
+        self._ruled = ruled_modules(model, session.properties.rules)
+        self._ruled_tensors = ruled_tensors(model, session.properties.rules)
 
     def explained(self, call: Call) -> Explained:
         """Explain a call."""
