@@ -133,17 +133,16 @@ class _Explainer:
     def __init__(self, session: Session, model: nn.Module) -> None:
         self._modules, self._properties = modules_of({"": model}), session.properties
         self._caster = next((x for x in session.strategies if isinstance(x, CastOps)), None)
+        self._rules = {x.op: x for x in self._caster.policy.rules} if self._caster else {}
         self._ruled = ruled_modules(model, session.properties.rules)
         self._ruled_tensors = ruled_tensors(model, session.properties.rules)
 
     def explained(self, call: Call) -> Explained:
         """Explain a call."""
-        place, caster, rule = call.place, self._caster, None
+        place, caster = call.place, self._caster
         name = f"torch.{place.op}" if place.op.startswith("Tensor.") else place.op
-        if caster is not None and (rule := caster.rule_of(call.function)) is not None:
-            name = rule.op
-        elif caster is not None:
-            rule = next((x for x in caster.policy.rules if x.op == name), None)
+        rule = (caster and caster.rule_of(call.function)) or self._rules.get(name)
+        name = name if rule is None else rule.op
         takes, gives = (tuple(map(dtype_name, dtypes)) for dtypes in (call.takes, call.gives))
         why = self._reason(call, rule)
         return Explained(name, place.module, place.file, place.line, takes, gives, why)
@@ -170,8 +169,7 @@ class _Explainer:
             return f"a rule for the module '{ruled.pattern}' says {dtype} ({ruled.source})."
         if caster is not None:
             if rule is not None and rule.category == "calls":
-                inner = next((x for x in caster.policy.rules if x.op == rule.note), None)
-                return f"calls {rule.note}, which {describe(inner, caster.policy)}"
+                return f"calls {rule.note}, which {describe(self._rules.get(rule.note), caster.policy)}"
             return describe(rule, caster.policy)
         if properties.casts_model and keeps_fp32(module, properties):
             return f"its weights stay in FP32 at {properties.opt_level}, as those of norms do."
