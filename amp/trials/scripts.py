@@ -73,18 +73,16 @@ class Script:
         Raises:
             AmpRuntimeError: the process ended without a result, or the script trains nothing.
         """
-        needs_amp = trial is not None or level is not None
         job = {
             "at": list(at),
             "trial": None if trial is None else asdict(trial),
             "arguments": self._arguments,
             "level": level if trial is None else trial.level,
-            "seed": None if trial is None else trial.seed,
             "injects": self.is_injected,
-            "needs_amp": needs_amp,
         }
         found = self._seen(job)
-        if needs_amp and not found["has_begun"] and not found["error"] and not self.is_injected:
+        needs_amp = job["level"] is not None and not self.is_injected
+        if needs_amp and not found["has_begun"] and not found["error"]:
             self.is_injected = job["injects"] = True
             found = self._seen(job)
         self.traceback, self.warnings = found["traceback"], list(dict.fromkeys(found["warnings"]))
@@ -148,7 +146,7 @@ def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, An
     Raises:
         AmpRuntimeError: the process ended without a result.
     """
-    seed = job["seed"]
+    seed = None if job["trial"] is None else job["trial"]["seed"]
     with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as stderr:
         (alive, ours), (steps, theirs) = os.pipe(), os.pipe()
         given = json.dumps(job | {"result": result.fileno(), "alive": alive, "steps": theirs})
