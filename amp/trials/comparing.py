@@ -187,8 +187,7 @@ def compare_runs(
     if made < steps:
         notes.append(f"the run ended after {made} of {steps} steps")
     chosen, reason = recommend(results, floor.device, floor.has_bfloat16)
-    losses = basis.record.losses
-    known = (basis.name, losses, made, seed, floor.device, tuple(notes))
+    known = (basis.name, basis.record.losses, made, seed, floor.device, tuple(notes))
     return Comparison(tuple(results), chosen, reason, *known)
 
 
