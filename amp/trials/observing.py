@@ -127,7 +127,6 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         self._logs: dict[int, _Log] = {}  # by the id of the optimizer; the first one counts the steps
         self._stepping: set[int] = set()  # the ids of optimizers in their step
         self._record = Record()
-        self._activations: Activations | None = None
         self._clock = _Clock()
 
     def __enter__(self) -> RunObserver:
@@ -156,8 +155,6 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         record.losses = {x: [loss.item() for loss in values[:steps]] for x, values in losses.items()}
         record.skipped = [any(log.skipped[i : i + 1] == [True] for log in logs) for i in range(steps)]
         record.scales = record.scales or self._scales()
-        if self._activations is not None:
-            record.memory["activations"] = self._activations.most
         return record
 
     def _named_losses(self) -> dict[str, list[Tensor]]:
@@ -200,9 +197,9 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         if self._record.device == "cuda":
             self._record.has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
-            self._activations = Activations(parameters)
-            hooks = saved_tensors_hooks(self._activations.pack, self._activations.unpack)
-            self._measuring.enter_context(hooks)
+            activations = Activations(parameters)
+            self._measuring.callback(lambda: self._add_memory("activations", activations.most))
+            self._measuring.enter_context(saved_tensors_hooks(activations.pack, activations.unpack))
         self._clock.start(self._record.device)
 
     def block_entered(
@@ -312,8 +309,8 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         """Note what the step did."""
         record, attached = self._record, log.attached
         if log.steps == 0:
-            self._measuring.close()
             self._note_weights(log)
+            self._measuring.close()
         if log.steps == 1 and record.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for loss_id, value in log.sums.items():
