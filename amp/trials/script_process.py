@@ -11,7 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -152,9 +152,8 @@ def _end_with(alive: int) -> None:
 def _error_of(run: Callable[[], object]) -> tuple[str, str]:
     """Run a script, and return its error in one line, and its traceback; or empty texts."""
     try:
-        run()
-    except _EnoughError:
-        return "", ""
+        with suppress(_EnoughError):
+            run()
     except SystemExit as end:
         what = f": {end.code}" if isinstance(end.code, str) else f" with exit status {end.code}"
         return f"it ended{what}" if end.code else "", ""

@@ -112,9 +112,9 @@ class Script:
             raise AmpRuntimeError("the script ended before its first optimizer.step()")
         return record
 
-    def failure(self, error: str, what: str = "the script failed") -> AmpRuntimeError:
+    def failure(self, error: str) -> AmpRuntimeError:
         """Return an error with what the script has raised, and with its traceback as a note."""
-        raised = AmpRuntimeError(f"{what}: {error}")
+        raised = AmpRuntimeError(f"the script failed: {error}")
         if self.traceback:
             raised.add_note(self.traceback)
         return raised
