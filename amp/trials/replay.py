@@ -81,9 +81,8 @@ class Replay:
             self._run_in_float32(modules, stack)
             if arguments:
                 self._uncast(arguments, stack)
-            shadow = stack.enter_context(
-                Shadow(self.models, functools.partial(open_scale, self._attached))
-            )
+            shadow = Shadow(self.models, functools.partial(open_scale, self._attached))
+            stack.enter_context(shadow)
             if scale is not None:
                 for scaler in self.owner.scalers:
                     scaler.set_scale(scale)
