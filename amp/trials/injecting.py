@@ -61,7 +61,7 @@ class Injected(Training):
 
     def _call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module, after `initialize` if it is the first."""
-        if not self._is_busy and self.optimizers and torch.is_grad_enabled():
+        if self.optimizers and torch.is_grad_enabled():
             self._initialize()
         return original(module, *args, **kwargs)
 
@@ -79,15 +79,11 @@ class Injected(Training):
             self.notes.append(
                 f"weights are in {names} from the start: all levels begin with rounded values"
             )
-        self._is_busy = True
-        try:
-            session = Session(self._level, verbosity=0)
-            session.initialize(models, optimizers, allow_incoming_model_not_fp32=True)
-        finally:
-            self._is_busy = False
+        self._until_begun.close()  # `initialize` may call modules
+        session = Session(self._level, verbosity=0)
+        session.initialize(models, optimizers, allow_incoming_model_not_fp32=True)
         self._session = session
         self._open.callback(session.close)
-        self._until_begun.close()
         for model in models:
             hook = model.register_forward_pre_hook(_widen, with_kwargs=True, prepend=True)
             self._open.callback(hook.remove)
@@ -121,10 +117,9 @@ class Injected(Training):
         return original(region, *exception)
 
 
-def _widen(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _widen(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """A forward pre-hook that casts 16-bit inputs to float32."""
-    wide = torch.float32
-    return cast_tensors(args, LOW_PRECISION, wide), cast_tensors(kwargs, LOW_PRECISION, wide)
+    return cast_tensors((args, kwargs), LOW_PRECISION, torch.float32)
 
 
 def _disabled(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
