@@ -11,6 +11,7 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,30 +35,23 @@ from amp.training.attached_optimizer import AttachedOptimizer
 from amp.trials.random_numbers import keep_random_numbers
 
 
+@dataclass
 class Replay:
     """Runs one step of a session's models repeatedly.
 
-    Args:
+    Attributes:
         step: runs a forward, `scale_loss` and a backward, on the same batch each time.
         models: the models, by the prefix of the names of their modules.
         owner: the session.
         attached: its optimizers, whose gradients are restored too.
-
-    Attributes:
-        models: the models, by the prefix of the names of their modules.
-        owner: the session.
         runs: how many runs were made.
     """
 
-    def __init__(
-        self,
-        step: Callable[[], Any],
-        models: dict[str, nn.Module],
-        owner: Session,
-        attached: Sequence[AttachedOptimizer] = (),
-    ) -> None:
-        self._step, self.models, self.owner, self._attached = step, models, owner, attached
-        self.runs = 0
+    step: Callable[[], Any]
+    models: dict[str, nn.Module]
+    owner: Session
+    attached: Sequence[AttachedOptimizer] = ()
+    runs: int = 0
 
     def run(
         self,
@@ -81,12 +75,12 @@ class Replay:
             self._run_in_float32(modules, stack)
             if arguments:
                 self._uncast(arguments, stack)
-            shadow = Shadow(self.models, functools.partial(open_scale, self._attached))
+            shadow = Shadow(self.models, functools.partial(open_scale, self.attached))
             stack.enter_context(shadow)
             if scale is not None:
                 for scaler in self.owner.scalers:
                     scaler.set_scale(scale)
-            return shadow, self._step()
+            return shadow, self.step()
 
     # Each of these is undone when the stack ends.
 
@@ -98,13 +92,13 @@ class Replay:
         for model in self.models.values():
             for x in (*model.parameters(), *model.buffers()):
                 stack.callback(_put_back, x, x.data, x.detach().clone(), x.grad)
-        for one in self._attached:
+        for one in self.attached:
             _keep_optimizer(one, stack)
         for scaler in self.owner.scalers:
             stack.callback(scaler.snapshot())
         if self.owner.fp8 is not None and (history := self.owner.fp8.history) is not None:
             stack.callback(history.snapshot())
-        for session in {self.owner, *(one.owner for one in self._attached)}:
+        for session in {self.owner, *(one.owner for one in self.attached)}:
             stack.callback(setattr, session, "is_rehearsal", session.is_rehearsal)
             session.is_rehearsal = True
 

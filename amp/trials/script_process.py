@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp.compat import run as running
-from amp.compat.run import runner
 from amp.diagnosis.findings import Report
 from amp.diagnosis.guard import first_line
 from amp.diagnosis.watching import TrainingWatch
@@ -117,7 +116,7 @@ def main(job: str) -> None:
         show_warning(*args, **kwargs)
 
     show_warning, warnings.showwarning = warnings.showwarning, warned
-    run = runner(given["arguments"])
+    run = running.runner(given["arguments"])
     watcher: Any
     if trial is not None:
         seed_random_numbers(trial["seed"])

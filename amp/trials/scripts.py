@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed
 
 import amp
-from amp.diagnosis.findings import Report
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.terminal.progress import Progress
 from amp.trials.observing import Record, Trial
@@ -87,7 +86,7 @@ class Script:
             found = self._seen(job)
         self.traceback, self.warnings = found["traceback"], list(dict.fromkeys(found["warnings"]))
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
-        if not found["has_begun"] and found["made"] and isinstance(found["seen"], Report):
+        if not found["has_begun"] and found["made"]:  # by a watch
             failed = f" (the script failed: {found['error']})" if found["error"] else ""
             raise AmpRuntimeError(f"nothing was watched: {found['seen'].why_nothing}{failed}")
         if not found["has_begun"] and not found["error"]:
