@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -96,10 +96,8 @@ def a_forward(
             level: Any = opt_level
             session = stack.enter_context(Session(level, verbosity=0, **overrides))
             session.initialize(subject)
-        yield (
-            session,
-            Replay(torch.enable_grad()(lambda: subject(*args, **kwargs)), {"": subject}, session),
-        )
+        forward = torch.enable_grad()(lambda: subject(*args, **kwargs))
+        yield session, Replay(forward, {"": subject}, session)
 
 
 def _copied(model: nn.Module, caller: str) -> nn.Module:
@@ -119,15 +117,13 @@ def _arguments_of(model: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[s
     """
     args: tuple[Any, ...] = tuple(batch) if isinstance(batch, (list, tuple)) else (batch,)
     args, kwargs = ((), dict(batch)) if isinstance(batch, Mapping) else (args, {})
-    try:
+    with suppress(ValueError):  # it has no signature
         signature = inspect.signature(model.forward)
-    except ValueError:
-        return args, kwargs
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise AmpTypeError(
-            f"{type(model).__name__}.forward takes {signature}, and not this batch: {error}. Pass what "
-            "the model is called with: batch[0] of a pair of inputs and targets"
-        ) from None
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise AmpTypeError(
+                f"{type(model).__name__}.forward takes {signature}, and not this batch: {error}. Pass "
+                "what the model is called with: batch[0] of a pair of inputs and targets"
+            ) from None
     return args, kwargs

@@ -6,8 +6,8 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -116,11 +116,10 @@ def _run_here(
     build: Callable[[], Any], step: Callable[..., Any], num_losses: int, trial: Trial
 ) -> Record:
     """Make a run of `build` and `step` in this process, and restore the state of the process."""
-    with (
-        _everything_kept(),
-        RunObserver(trial) as observer,
-        Session(trial.level, num_losses=num_losses, verbosity=0) as session,
-    ):
+    with ExitStack() as stack:
+        _keep_everything(stack)
+        observer = stack.enter_context(RunObserver(trial))
+        session = stack.enter_context(Session(trial.level, num_losses=num_losses, verbosity=0))
         frontend._Default.session = session
         seed_random_numbers(trial.seed)
         built = build()
@@ -141,20 +140,14 @@ def _run_here(
         return observer.seen()
 
 
-@contextmanager
-def _everything_kept() -> Iterator[None]:
-    """Restore random numbers, the default session and dtype, and the grad mode after the block."""
-    restore, session = keep_random_numbers(), frontend._Default.session
-    dtype, grad_mode = torch.get_default_dtype(), torch.is_grad_enabled()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", AmpWarning)  # the results report the same
-            yield
-    finally:
-        frontend._Default.session = session
-        torch.set_default_dtype(dtype)
-        torch.set_grad_enabled(grad_mode)
-        restore()
+def _keep_everything(stack: ExitStack) -> None:
+    """Restore random numbers, the default session and dtype, and the grad mode when a stack ends."""
+    keep_random_numbers(stack)
+    stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+    stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+    stack.callback(setattr, frontend._Default, "session", frontend._Default.session)
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore", AmpWarning)  # the results report the same
 
 
 def compare_runs(
@@ -190,8 +183,7 @@ def compare_runs(
     if made < steps:
         notes.append(f"the run ended after {made} of {steps} steps")
     chosen, reason = recommend(results, floor.device, floor.has_bfloat16)
-    losses = basis.record.losses
-    known = (basis.name, losses, made, seed, floor.device, tuple(notes))
+    known = (basis.name, basis.record.losses, made, seed, floor.device, tuple(notes))
     return Comparison(tuple(results), chosen, reason, *known)
 
 

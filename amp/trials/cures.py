@@ -157,7 +157,6 @@ class _Search:
     def __init__(self, replay: Replay, first: Finding) -> None:
         self._replay, self._first = replay, first
         self._scale = replay.owner.loss_scale()
-        self._is_dynamic = replay.owner.properties.loss_scaling.dynamic
         self._modules: list[str] = []
         self._arguments: list[str] = []
         self._refused: set[str] = set()  # arguments with which the step raises if they are not cast
@@ -165,17 +164,13 @@ class _Search:
         loses_digits = first.cause in _DIGITS and not self._is_mask
         self._harmful = _RUINS | (_DIGITS if loses_digits else set())
 
-    @property
-    def _every_model(self) -> list[str]:
-        return [name for name in self._replay.models if name == ""] or [*self._replay.models]
-
     def cure(self) -> Cure | str:
         """Return a cure, or why there is none."""
         if self._first.cause not in CURABLE:
             return f"no precision cures the cause, {self._first.cause}"
         if self._first.phase == "step":
             return "it is in the optimizer's step, which a replay leaves out"
-        if self._first.cause == "mathematics" and self._left(1.0, self._every_model):
+        if self._first.cause == "mathematics" and self._left(1.0, [*self._replay.models]):
             tried = "with everything in FP32, as was tried, it is not finite either"
             return f"no precision cures the cause, mathematics: {tried}"
         if self._first.cause == "underflow" and not self._first.op:  # of all gradients
@@ -205,11 +200,14 @@ class _Search:
             if scale < _LOWEST_SCALE:
                 return self._by_level(found[0])
             scale /= 2
-        now = self._replay.owner.properties.cast_model_inputs
+        properties = self._replay.owner.properties
+        now = properties.cast_model_inputs
         excepted = () if isinstance(now, bool) or not self._arguments else now
         return Cure(
-            *(tuple(self._modules), (*excepted, *self._arguments)),
-            *(None if scale == self._scale else scale, self._is_dynamic),
+            modules=tuple(self._modules),
+            arguments=(*excepted, *self._arguments),
+            scale=None if scale == self._scale else scale,
+            is_dynamic=properties.loss_scaling.dynamic,
             runs=self._replay.runs,
         )
 
@@ -253,6 +251,6 @@ class _Search:
             small = finding.cause in ("underflow", "eps")
             return f"the number is too {'small' if small else 'large'} for {finding.gives} ({where})"
         self._arguments = []
-        if self._left(1.0, self._every_model):
+        if self._left(1.0, [*self._replay.models]):
             return f"it is not finite in FP32 either: look at {where}"
         return Cure(level=level, runs=self._replay.runs)

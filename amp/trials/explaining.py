@@ -6,22 +6,20 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from amp.casting.by_model import keeps_fp32
 from amp.casting.by_op import CastOps
 from amp.casting.matching_rules import ruled_modules, ruled_tensors
 from amp.casting.policy import OpRule, describe
-from amp.diagnosis.findings import short_path, without_number
+from amp.diagnosis.findings import short_path
 from amp.diagnosis.ledger import Call
 from amp.diagnosis.places import modules_of
-from amp.diagnosis.shadow import Shadow
 from amp.dtypes import dtype_name
 from amp.errors import AmpValueError, did_you_mean
 from amp.own_tensors import own_tensors
 from amp.profiles.keys import shown
 from amp.profiles.options import OptLevel
-from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.trials.checking import a_forward
 
@@ -103,62 +101,48 @@ def explain(
             `opt_level` is missing, or is given for a model that has a level.
     """
     with a_forward(model, batch, opt_level, overrides, "amp.explain") as (session, replay):
-        return _chosen(_explained(session, replay.run()[0]), op, module)
+        shadow, _ = replay.run()
+        explained = _Explainer(session, replay.models[""]).explained
+        counts = Counter(map(explained, shadow.ledger.calls))
+    calls = [replace(call, count=count) for call, count in counts.items()]
+    level = str(session.properties.opt_level or "this profile")
+    return Explanation(level, tuple(_chosen(calls, op, module)))
 
 
-def _explained(session: Session, shadow: Shadow) -> Explanation:
-    """Explain all calls of the forwards that a shadow has seen."""
-    counts = Counter(map(_Explainer(session, shadow).explained, shadow.ledger.calls))
-    calls = tuple(replace(call, count=count) for call, count in counts.items())
-    return Explanation(str(session.properties.opt_level or "this profile"), calls)
-
-
-def _chosen(explanation: Explanation, op: str | None, module: str | None) -> Explanation:
-    """Return the calls of an explanation that are of an op and in a module; None selects all.
+def _chosen(calls: list[Explained], op: str | None, module: str | None) -> list[Explained]:
+    """Return the calls of an op, in a module or its submodules; None selects all.
 
     Raises:
         AmpValueError: there are none; the message names the existing ones.
     """
-    modules = {call.module for call in explanation.calls}
-    calls = [x for x in explanation.calls if _is_about(x, None, module)]
-    if not calls:
-        hint = did_you_mean(module or "", modules)
+    inside = [x for x in calls if not module or f"{x.module}.".startswith(f"{module}.")]
+    if not inside:
+        hint = did_you_mean(module or "", {x.module for x in calls})
         raise AmpValueError(f"no function of torch was called in module '{module}'{hint}")
-    found = [x for x in calls if _is_about(x, op, module)]
-    if not found:
-        names = sorted({x.op for x in calls})
+    chosen = [x for x in inside if op in (None, x.op, x.op.rpartition(".")[2])]
+    if not chosen:
+        names = sorted({x.op for x in inside})
         where = f"module '{module}'" if module else "a forward"
         raise AmpValueError(f"'{op}' was not called in {where}; these were: {', '.join(names)}")
-    return Explanation(explanation.level, tuple(found))
-
-
-def _is_about(call: Explained, op: str | None, module: str | None) -> bool:
-    """Whether a call is of the function `op`, in a module or one of its submodules."""
-    name = without_number(call.module)
-    is_inside = not module or name == module or name.startswith(f"{module}.")
-    return is_inside and (op is None or op in (call.op, call.op.rpartition(".")[2]))
+    return chosen
 
 
 class _Explainer:
-    """Explains calls of functions in a session."""
+    """Explains calls of functions in the forward of a session's model."""
 
-    def __init__(self, session: Session, shadow: Shadow) -> None:
-        self._modules, self._properties = modules_of(shadow.models), session.properties
+    def __init__(self, session: Session, model: nn.Module) -> None:
+        self._modules, self._properties = modules_of({"": model}), session.properties
         self._caster = next((x for x in session.strategies if isinstance(x, CastOps)), None)
-        self._ruled: dict[nn.Module, Rule] = {}
-        self._ruled_tensors: dict[Tensor, Rule] = {}
-        for model in shadow.models.values():
-            self._ruled |= ruled_modules(model, session.properties.rules)
-            self._ruled_tensors |= ruled_tensors(model, session.properties.rules)
+        self._rules = {x.op: x for x in self._caster.policy.rules} if self._caster else {}
+        self._ruled = ruled_modules(model, session.properties.rules)
+        self._ruled_tensors = ruled_tensors(model, session.properties.rules)
 
     def explained(self, call: Call) -> Explained:
         """Explain a call."""
-        place, caster, rule = call.place, self._caster, None
+        place, caster = call.place, self._caster
         name = f"torch.{place.op}" if place.op.startswith("Tensor.") else place.op
-        if caster is not None and (rule := caster.rule_of(call.function)) is not None:
-            name = rule.op
-        elif caster is not None:
-            rule = next((x for x in caster.policy.rules if x.op == name), None)
+        rule = (caster and caster.rule_of(call.function)) or self._rules.get(name)
+        name = name if rule is None else rule.op
         takes, gives = (tuple(map(dtype_name, dtypes)) for dtypes in (call.takes, call.gives))
         why = self._reason(call, rule)
         return Explained(name, place.module, place.file, place.line, takes, gives, why)
@@ -185,8 +169,7 @@ class _Explainer:
             return f"a rule for the module '{ruled.pattern}' says {dtype} ({ruled.source})."
         if caster is not None:
             if rule is not None and rule.category == "calls":
-                inner = next((x for x in caster.policy.rules if x.op == rule.note), None)
-                return f"calls {rule.note}, which {describe(inner, caster.policy)}"
+                return f"calls {rule.note}, which {describe(self._rules.get(rule.note), caster.policy)}"
             return describe(rule, caster.policy)
         if properties.casts_model and keeps_fp32(module, properties):
             return f"its weights stay in FP32 at {properties.opt_level}, as those of norms do."

@@ -59,14 +59,9 @@ class Injected(Training):
         replace_in(self._open, torch, "set_default_dtype", _in_float32)
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)
-        if self._session is not None:
-            self._session.close()
-
     def _call(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Call a module, after `initialize` if it is the first."""
-        if not self._is_busy and self.optimizers and torch.is_grad_enabled():
+        if self.optimizers and torch.is_grad_enabled():
             self._initialize()
         return original(module, *args, **kwargs)
 
@@ -84,14 +79,11 @@ class Injected(Training):
             self.notes.append(
                 f"weights are in {names} from the start: all levels begin with rounded values"
             )
-        self._is_busy = True
-        try:
-            session = Session(self._level, verbosity=0)
-            session.initialize(models, optimizers, allow_incoming_model_not_fp32=True)
-        finally:
-            self._is_busy = False
+        self._until_begun.close()  # `initialize` may call modules
+        session = Session(self._level, verbosity=0)
+        session.initialize(models, optimizers, allow_incoming_model_not_fp32=True)
         self._session = session
-        self._until_begun.close()
+        self._open.callback(session.close)
         for model in models:
             hook = model.register_forward_pre_hook(_widen, with_kwargs=True, prepend=True)
             self._open.callback(hook.remove)
@@ -125,10 +117,9 @@ class Injected(Training):
         return original(region, *exception)
 
 
-def _widen(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _widen(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """A forward pre-hook that casts 16-bit inputs to float32."""
-    wide = torch.float32
-    return cast_tensors(args, LOW_PRECISION, wide), cast_tensors(kwargs, LOW_PRECISION, wide)
+    return cast_tensors((args, kwargs), LOW_PRECISION, torch.float32)
 
 
 def _disabled(original: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
@@ -142,9 +133,9 @@ def _in_float32(original: Any, *args: Any, **kwargs: Any) -> Any:
         return args[0].float()
 
     def widened(x: Any) -> Any:
-        return torch.float32 if x in LOW_PRECISION else x
+        return torch.float32 if isinstance(x, torch.dtype) and x in LOW_PRECISION else x
 
     if not is_called_by_amp():
-        args = tuple(widened(x) if isinstance(x, torch.dtype) else x for x in args)
-        kwargs = {k: widened(x) if isinstance(x, torch.dtype) else x for k, x in kwargs.items()}
+        args = tuple(map(widened, args))
+        kwargs = {key: widened(x) for key, x in kwargs.items()}
     return original(*args, **kwargs)

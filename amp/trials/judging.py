@@ -112,7 +112,6 @@ def judged(
     together = error_of(*both)  # as one vector
     out = outstanding(telling, {name: floor[name] for name in telling if name in floor}, together)
     gap = worst_gap(record.losses, exact.losses, basis.floor.losses) or (None, None)
-    parts = (size for part, size in record.memory.items() if part != "peak")
     result = LevelResult(
         level,
         losses=record.losses,
@@ -125,11 +124,10 @@ def judged(
         scale_search=searched,
         still=statistics.fmean(record.still) if record.still else None,
         seconds=statistics.median(record.seconds) if record.seconds else None,
-        memory=record.memory | {"total": record.memory.get("peak") or sum(parts)},
+        memory=record.memory | {"total": record.memory.get("peak") or sum(record.memory.values())},
     )
     problems = tuple(problems_of(result, basis.name, still_at_o0))
-    is_remarked = bool(record.small) and not problems
-    remarks = (Problem("small_layers", record.small),) if is_remarked else ()
+    remarks = (Problem("small_layers", record.small),) if record.small and not problems else ()
     return replace(result, problems=problems, remarks=remarks)
 
 
@@ -229,10 +227,10 @@ def recommend(levels: Sequence[LevelResult], device: str, has_bfloat16: bool) ->
     chosen, there = (next(level for level in each if level.is_healthy) for each in (here, on_gpu))
     best = "cheapest healthy level on this GPU" if here is on_gpu else "fastest healthy level here"
     why = f"It is the {best}"
-    for worse in [level for level in here[: here.index(chosen)] if level.problems][:1]:
-        why += f"; {worse.level} is not: {worse.problems[0].what}"
+    if here[0] is not chosen:
+        why += f"; {here[0].level} is not: {here[0].problems[0].what}"
     if device == "cpu":
         why += ". Time and memory are those of a CPU: on a GPU half precision is usually faster"
-        is_o0 = there is levels[0]
-        why += "" if is_o0 else f", and {there.level} is the first healthy level to try there"
+        if there is not levels[0]:
+            why += f", and {there.level} is the first healthy level to try there"
     return chosen.level, f"{why}."

@@ -18,13 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from amp.casting.cast_hooks import cast_inputs_to
+from amp.diagnosis.diagnose import prefixed
 from amp.names import unwrapped_name
 from amp.observers import Observer, observing
 from amp.session import Session
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
 from amp.training.gradients import State
-from amp.training.unscaling import unscaled
 from amp.trials.activation_memory import Activations, size_of
 
 ModuleGradients = dict[str, list[Tensor]]
@@ -92,15 +92,15 @@ class _Log:
         sums: the sums of losses by `loss_id`, over the blocks since the last step.
         losses: those of each step, by `loss_id`.
         skipped: for each step, whether it was skipped.
-        count_still: counts the weights that the present step has not changed, and those with a
-            gradient.
+        before: parameters, their values before the present step, and where their gradients are not 0;
+            None if it is not to be seen which of them stand still.
     """
 
     attached: AttachedOptimizer
     sums: dict[int, Tensor] = field(default_factory=dict)
     losses: dict[int, list[Tensor]] = field(default_factory=dict)
     skipped: list[bool] = field(default_factory=list)
-    count_still: Callable[[], tuple[int, int]] | None = None
+    before: list[tuple[Tensor, Tensor, Tensor]] | None = None
 
     @property
     def steps(self) -> int:
@@ -127,7 +127,6 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         self._logs: dict[int, _Log] = {}  # by the id of the optimizer; the first one counts the steps
         self._stepping: set[int] = set()  # the ids of optimizers in their step
         self._record = Record()
-        self._activations: Activations | None = None
         self._clock = _Clock()
 
     def __enter__(self) -> RunObserver:
@@ -156,8 +155,6 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         record.losses = {x: [loss.item() for loss in values[:steps]] for x, values in losses.items()}
         record.skipped = [any(log.skipped[i : i + 1] == [True] for log in logs) for i in range(steps)]
         record.scales = record.scales or self._scales()
-        if self._activations is not None:
-            record.memory["activations"] = self._activations.most
         return record
 
     def _named_losses(self) -> dict[str, list[Tensor]]:
@@ -189,9 +186,10 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
             self._sessions.append(session)
         if session.fp8 is not None:
             self._record.small = session.fp8.small_said
+        had_begun = self.has_begun
         for attached in filter(None, map(AttachedOptimizer.of, optimizers)):
             self._logs.setdefault(id(attached), _Log(attached))
-        if self.has_begun and not self._clock.is_running:
+        if self.has_begun and not had_begun:
             self._begin(list(session.named_parameters().values()))
 
     def _begin(self, parameters: list[Tensor]) -> None:
@@ -199,9 +197,9 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
         if self._record.device == "cuda":
             self._record.has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
-            self._activations = Activations(parameters)
-            hooks = saved_tensors_hooks(self._activations.pack, self._activations.unpack)
-            self._measuring.enter_context(hooks)
+            activations = Activations(parameters)
+            self._measuring.callback(lambda: self._add_memory("activations", activations.most))
+            self._measuring.enter_context(saved_tensors_hooks(activations.pack, activations.unpack))
         self._clock.start(self._record.device)
 
     def block_entered(
@@ -254,16 +252,17 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 
     def _look_before(self, log: _Log) -> None:
         """Note the gradients of this step, after unscaling and clipping, and the weights."""
-        attached = log.attached
-        attached.gradients.finish_delayed()
-        attached.gradients.reconcile()
-        trained = list(_trained(attached))
+        attached, trained = log.attached, self._note_gradients(log)
         if log.steps == 0:
-            self._add_memory("gradients", size_of(grad for _, grad in trained))
-        self._note_gradients(log)
+            self._add_memory("gradients", size_of(trained.values()))
         is_idle = all(float(group.get("lr", 1.0)) == 0.0 for group in attached.optimizer.param_groups)
         is_measured = self._record.device == "cuda" and log.steps == 1  # a copy would raise its peak
-        log.count_still = None if is_idle or is_measured else _counting_still(attached, trained)
+        log.before = None
+        if not (is_idle or is_measured):
+            log.before = [
+                (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
+                for parameter, grad in trained.items()
+            ]
 
     def _look_into(self, closure: Callable[[], Any], log: _Log) -> Callable[[], Any]:
         """Return a closure that notes gradients at its first evaluation in a step only."""
@@ -277,52 +276,51 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
                 log.sums = sums
             elif log.attached.gradients.state is not State.OPEN:
                 with self._clock.stopped():
-                    log.attached.gradients.finish_delayed()
-                    log.attached.gradients.reconcile()
                     self._note_gradients(log)
             evaluated = True
             return result
 
         return watched
 
-    def _note_gradients(self, log: _Log) -> None:
-        """Keep the gradients of the first step."""
-        if log.steps:
-            return
-        deferred = log.attached.gradients.deferral.for_step(log.attached.gradients.parameters.pairs)
-        values = unscaled(deferred.grads.now(), deferred.inv_scale) if deferred.grads else ()
-        grads = {id(model): grad for model, grad in zip(deferred.of.models, values, strict=True)}
-        grads |= {
-            id(p): p.grad for p in log.attached.gradients.parameters.unmastered if p.grad is not None
-        }
-        for parameter, name in self._names(log.attached.owner):
-            if id(parameter) in grads:
-                self._record.first.setdefault(name, []).append(_on_host(grads[id(parameter)]))
+    def _note_gradients(self, log: _Log) -> dict[Tensor, Tensor]:
+        """Keep the gradients of the first step; return parameters with theirs, scaled or not."""
+        gradients, masters = log.attached.gradients, log.attached.masters
+        gradients.finish_delayed()
+        gradients.reconcile()
+        trained = {parameter: _dense(grad) for parameter, grad in gradients.grads_for_step()}
+        kept = gradients.deferral.kept
+        inv_scale = 1.0 if kept is None or kept.inv_scale is None else float(kept.inv_scale)
+        for parameter, name in self._names() if log.steps == 0 else ():
+            if parameter in trained:
+                grad, is_scaled = trained[parameter].cpu(), masters.pair(parameter) is not None
+                value = grad.float() * inv_scale if is_scaled else grad.clone()
+                self._record.first.setdefault(name, []).append(value)
+        return trained
 
-    def _names(self, session: Session) -> Iterator[tuple[Tensor, str]]:
-        """Yield the parameters of a session, each with the name of the module that owns it."""
-        counts = [len(each.live_models()) for each in self._sessions]
-        before = sum(counts[: self._sessions.index(session)])
-        models = session.live_models()
-        for (i, name), parameter in session.named_parameters().items():
-            module = unwrapped_name(name).rpartition(".")[0] or type(models[i]).__name__
-            yield parameter, f"model {before + i}: {module}" if sum(counts) > 1 else module
+    def _names(self) -> Iterator[tuple[Tensor, str]]:
+        """Yield the parameters of all models, each with the name of the module that owns it."""
+        models = [model for session in self._sessions for model in session.live_models()]
+        for prefix, model in prefixed(models).items():
+            for name, parameter in model.named_parameters():
+                module = unwrapped_name(name).rpartition(".")[0] or type(model).__name__
+                yield parameter, prefix + module
 
     def _look_after(self, log: _Log) -> None:
         """Note what the step did."""
-        record, count_still = self._record, log.count_still
+        record, attached = self._record, log.attached
         if log.steps == 0:
-            self._measuring.close()
             self._note_weights(log)
+            self._measuring.close()
         if log.steps == 1 and record.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         for loss_id, value in log.sums.items():
             log.losses.setdefault(loss_id, []).append(value)
-        log.sums, log.count_still = {}, None
-        log.skipped.append(log.attached.step.was_skipped)
-        if count_still is not None and not log.skipped[-1]:
-            still, of = count_still()
-            record.still.append(still / max(of, 1))
+        log.skipped.append(attached.step.was_skipped)
+        if log.before is not None and not log.skipped[-1]:
+            moving = sum(int(moves.sum()) for *_, moves in log.before)
+            still = [((_value(attached, x) == value) & moves).sum() for x, value, moves in log.before]
+            record.still.append(sum(map(int, still)) / max(moving, 1))
+        log.sums, log.before = {}, None
         if not record.scales and all(False in each.skipped for each in self._logs.values()):
             record.scales = self._scales()
 
@@ -348,19 +346,15 @@ class RunObserver(Observer, AbstractContextManager["RunObserver"]):
 class _Clock:
     """The time of a run, without the time of its observer."""
 
-    is_running = False
-
     def start(self, device: str) -> None:
         """Start the clock, on a type of device."""
-        self._device, self.is_running = device, True
-        self._began, self._apart = self._now(), 0.0
+        self._device = device
+        self._began = self._now()
 
     def lap(self) -> float:
         """Return the seconds since the last call or the start. On a GPU the host waits for it."""
-        now = self._now()
-        seconds = now - self._began - self._apart
-        self._began, self._apart = now, 0.0
-        return seconds
+        before, self._began = self._began, self._now()
+        return self._began - before
 
     def _now(self) -> float:
         if self._device == "cuda":
@@ -375,46 +369,14 @@ class _Clock:
             with torch.no_grad():
                 yield
         finally:
-            self._apart += self._now() - began
+            self._began += self._now() - began
 
 
-def _counting_still(
-    attached: AttachedOptimizer, trained: list[tuple[Tensor, Tensor]]
-) -> Callable[[], tuple[int, int]]:
-    """Return a function that counts weights that a step has not changed, and those with a gradient."""
-    parts = [
-        (parameter, _value(attached, parameter).clone(), (grad != 0) & grad.isfinite())
-        for parameter, grad in trained
-    ]
-
-    def count() -> tuple[int, int]:
-        still = [((_value(attached, x) == before) & moves).sum().item() for x, before, moves in parts]
-        return int(sum(still)), int(sum(moves.sum().item() for *_, moves in parts))
-
-    return count
-
-
-def _trained(attached: AttachedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the masters and parameters that an optimizer is about to update, and their gradients.
-
-    Gradients of masters may be scaled still.
-    """
-    deferred = attached.gradients.deferral.for_step(attached.gradients.parameters.pairs)
-    yield from zip(deferred.of.masters, deferred.grads, strict=True)
-    for parameter in attached.gradients.parameters.unmastered:
-        if parameter.grad is not None:
-            yield parameter, _dense(parameter.grad)
-
-
-def _value(attached: AttachedOptimizer, stepped: Tensor) -> Tensor:
-    """Return the FP32 values of a master, or the values of a parameter without a master."""
-    pair = attached.masters.pair(stepped)
-    return stepped.detach() if pair is None else pair.values()
+def _value(attached: AttachedOptimizer, parameter: Tensor) -> Tensor:
+    """Return the values of a parameter: those in FP32 of its master, if it has one."""
+    pair = attached.masters.pair(parameter)
+    return parameter.detach() if pair is None else pair.values()
 
 
 def _dense(grad: Tensor) -> Tensor:
     return grad if grad.layout is torch.strided else grad.to_dense()
-
-
-def _on_host(grad: Tensor) -> Tensor:
-    return _dense(grad.detach()).cpu().clone()

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 
-def keep_random_numbers() -> Callable[[], None]:
-    """Return a function that restores the present state of all generators."""
-    on_cpu, python = torch.get_rng_state(), random.getstate()
+def keep_random_numbers(stack: ExitStack) -> None:
+    """Restore the present state of all generators when a stack ends."""
+    stack.callback(torch.set_rng_state, torch.get_rng_state())
+    stack.callback(random.setstate, random.getstate())
     has_cuda: Any = torch.cuda.is_initialized
-    on_cuda = torch.cuda.get_rng_state_all() if has_cuda() else None
+    if has_cuda():
+        stack.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
     numpy: Any = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-
-    def restore() -> None:
-        torch.set_rng_state(on_cpu)
-        random.setstate(python)
-        if on_cuda is not None:
-            torch.cuda.set_rng_state_all(on_cuda)
-        if numpy is not None:
-            numpy.random.set_state(state)
-
-    return restore
+    if numpy is not None:
+        stack.callback(numpy.random.set_state, numpy.random.get_state())
 
 
 def seed_random_numbers(seed: int) -> None:

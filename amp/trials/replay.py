@@ -11,12 +11,12 @@ import functools
 import gc
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from amp.casting.by_model import CastModel
 from amp.casting.by_op import CastOps
@@ -27,6 +27,7 @@ from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.places import modules_of, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
+from amp.masters.fp32_values import values_of
 from amp.masters.grads import grads_of, store_grads
 from amp.profiles.rules import Rule
 from amp.session import Session
@@ -34,30 +35,23 @@ from amp.training.attached_optimizer import AttachedOptimizer
 from amp.trials.random_numbers import keep_random_numbers
 
 
+@dataclass
 class Replay:
     """Runs one step of a session's models repeatedly.
 
-    Args:
+    Attributes:
         step: runs a forward, `scale_loss` and a backward, on the same batch each time.
         models: the models, by the prefix of the names of their modules.
         owner: the session.
         attached: its optimizers, whose gradients are restored too.
-
-    Attributes:
-        models: the models, by the prefix of the names of their modules.
-        owner: the session.
         runs: how many runs were made.
     """
 
-    def __init__(
-        self,
-        step: Callable[[], Any],
-        models: dict[str, nn.Module],
-        owner: Session,
-        attached: Sequence[AttachedOptimizer] = (),
-    ) -> None:
-        self._step, self.models, self.owner, self._attached = step, models, owner, attached
-        self.runs = 0
+    step: Callable[[], Any]
+    models: dict[str, nn.Module]
+    owner: Session
+    attached: Sequence[AttachedOptimizer] = ()
+    runs: int = 0
 
     def run(
         self,
@@ -81,13 +75,12 @@ class Replay:
             self._run_in_float32(modules, stack)
             if arguments:
                 self._uncast(arguments, stack)
-            shadow = stack.enter_context(
-                Shadow(self.models, functools.partial(open_scale, self._attached))
-            )
+            shadow = Shadow(self.models, functools.partial(open_scale, self.attached))
+            stack.enter_context(shadow)
             if scale is not None:
                 for scaler in self.owner.scalers:
                     scaler.set_scale(scale)
-            return shadow, self._step()
+            return shadow, self.step()
 
     # Each of these is undone when the stack ends.
 
@@ -95,16 +88,17 @@ class Replay:
         """Keep all state that a step changes, and disable `optimizer.step`."""
         for ddp in _ddps_around(list(self.models.values())):  # each rank runs as often as it needs
             stack.enter_context(ddp.no_sync())
-        stack.callback(keep_random_numbers())
+        keep_random_numbers(stack)
         for model in self.models.values():
-            stack.callback(_keep_tensors([*model.parameters(), *model.buffers()]))
-        for one in self._attached:
-            stack.callback(_keep_optimizer(one))
+            for x in (*model.parameters(), *model.buffers()):
+                stack.callback(_put_back, x, x.data, x.detach().clone(), x.grad)
+        for one in self.attached:
+            _keep_optimizer(one, stack)
         for scaler in self.owner.scalers:
             stack.callback(scaler.snapshot())
         if self.owner.fp8 is not None and (history := self.owner.fp8.history) is not None:
             stack.callback(history.snapshot())
-        for session in {self.owner, *(one.owner for one in self._attached)}:
+        for session in {self.owner, *(one.owner for one in self.attached)}:
             stack.callback(setattr, session, "is_rehearsal", session.is_rehearsal)
             session.is_rehearsal = True
 
@@ -117,10 +111,6 @@ class Replay:
         if caster is not None and any(module in self.models.values() for module in chosen):
             stack.enter_context(disable_casts())
         for module in chosen:
-            for hook in module._forward_pre_hooks.values():
-                if isinstance(hook, ModelInputs):
-                    stack.callback(setattr, hook, "dtype", hook.dtype)
-                    hook.dtype = torch.float32
             if is_cast:
                 self._upcast(module, stack)
             if caster is not None:
@@ -141,15 +131,11 @@ class Replay:
         The original weights keep their dtype: a change of dtype would lose the hooks on their gradient,
         and DistributedDataParallel would stop to reduce it.
         """
-        masters = self.owner.masters
         wide: dict[int, Tensor] = {}
         for tensor in (*module.parameters(), *module.buffers()):
             if tensor.dtype in LOW_PRECISION:
-                pair = masters.pair(tensor)
-                values = tensor if pair is None else masters.merged(pair)
-                wide[id(tensor)] = values = values.detach().to(torch.float32, copy=True)
-                if isinstance(tensor, nn.Parameter):
-                    wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad)
+                values, is_weight = values_of(tensor).clone(), isinstance(tensor, nn.Parameter)
+                wide[id(tensor)] = nn.Parameter(values, tensor.requires_grad) if is_weight else values
         for holder in (each for model in self.models.values() for each in model.modules()):
             for name, held in [*holder._parameters.items(), *holder._buffers.items()]:
                 if id(held) in wide:
@@ -165,38 +151,24 @@ def _ddps_around(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
     return [ddp for ddp in found if any(unwrapped(ddp) is model for model in models)]
 
 
-def _keep_tensors(tensors: Sequence[Tensor]) -> Callable[[], None]:
-    """Return a function that restores the values and gradients of tensors."""
-    held = [(x, x.data, x.detach().clone(), x.grad) for x in tensors]
-
-    @torch.no_grad()
-    def restore() -> None:
-        for x, data, values, grad in held:
-            x.grad = None
-            x.data = data
-            if not torch.equal(x, values):
-                x.copy_(values)
-            x.grad = grad
-
-    return restore
+@torch.no_grad()
+def _put_back(x: Tensor, data: Tensor, values: Tensor, grad: Tensor | None) -> None:
+    """Restore the memory, the values and the gradient of a tensor."""
+    x.grad = None
+    x.data = data
+    if not torch.equal(x, values):
+        x.copy_(values)
+    x.grad = grad
 
 
-def _keep_optimizer(attached: AttachedOptimizer) -> Callable[[], None]:
-    """Return a function that restores gradients of masters, deferred ones too, and group options."""
-    optimizer: Optimizer = attached.optimizer
-    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+def _keep_optimizer(attached: AttachedOptimizer, stack: ExitStack) -> None:
+    """Restore gradients of masters, deferred ones too, and group options, when a stack ends."""
+    for group in attached.optimizer.param_groups:
+        stack.callback(group.update, {k: v for k, v in group.items() if k != "params"})
     gradients = attached.gradients
-    masters, grads = gradients.parameters.masters, grads_of(gradients.parameters.masters)
-    common = [(pair, pair.grad) for pair in gradients.parameters.pairs.pairs]
-    holders = [(each, dict(vars(each))) for each in (gradients, gradients.deferral)]
-
-    def restore() -> None:
-        for group, numbers in zip(optimizer.param_groups, groups, strict=True):
-            group.update(numbers)
-        for holder, attributes in holders:
-            vars(holder).update(attributes)
-        store_grads(masters, grads)
-        for pair, grad in common:
-            pair.grad = grad
-
-    return restore
+    for pair in gradients.parameters.pairs.pairs:
+        stack.callback(setattr, pair, "grad", pair.grad)
+    masters = gradients.parameters.masters
+    stack.callback(store_grads, masters, grads_of(masters))
+    for each in (gradients, gradients.deferral):
+        stack.callback(vars(each).update, dict(vars(each)))

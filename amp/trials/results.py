@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,15 +151,14 @@ class Comparison:
         printer.line()
         printer.table(_HEADER, [_row(level) for level in self.levels], alarming=len(_HEADER) - 1)
         printer.line()
-        for line in self._lines():
-            printer.line(line)
-
-    def _lines(self) -> Iterator[str]:
         for level in self.levels:
-            yield from (f"{level.level}: {problem.what}" for problem in level.problems)
-            yield from (f"{level.level}, healthy: {remark.what}" for remark in level.remarks)
-        yield from (f"note: {note}" for note in self.notes)
-        yield f"recommended: {self.recommended or 'none'}. {self.reason}"
+            for problem in level.problems:
+                printer.line(f"{level.level}: {problem.what}")
+            for remark in level.remarks:
+                printer.line(f"{level.level}, healthy: {remark.what}")
+        for note in self.notes:
+            printer.line(f"note: {note}")
+        printer.line(f"recommended: {self.recommended or 'none'}. {self.reason}")
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as a dict for `json.dumps`; inf and NaN become strings."""

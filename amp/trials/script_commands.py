@@ -70,9 +70,8 @@ def _compare(arguments: argparse.Namespace, printer: Printer) -> Answer:
 
 def _look_of(line: str) -> str:
     """Return how a line of a report looks: one that begins with a cause stands out."""
-    cause = re.match(r"(?:rank \d+: )?([^:]*)", line)
-    is_cause = cause is not None and cause[1] in CAUSES
-    return "cause" if is_cause else "good" if line.startswith("healthy: ") else "plain"
+    cause = re.sub(r"^rank \d+: ", "", line).partition(":")[0]
+    return "cause" if cause in CAUSES else "good" if line.startswith("healthy: ") else "plain"
 
 
 @command(
@@ -108,10 +107,8 @@ def _doctor(arguments: argparse.Namespace, printer: Printer) -> Answer:
         with contextlib.suppress(AmpRuntimeError):  # a script that goes on from its own checkpoint
             again = script.watched_by(sorted({max(step - 1, 1), step}), arguments.opt_level)
             found, error = again if again[0].findings else (found, error)
-    if error and not (found.findings or found.is_healthy):
-        raise script.failure(error)
     if not (found.findings or found.is_healthy):
-        raise AmpRuntimeError(str(found).partition("\n")[0])
+        raise script.failure(error) if error else AmpRuntimeError(str(found).partition("\n")[0])
     if script.traceback:
         print(script.traceback, file=sys.stderr)
     if rank is not None:  # each process of torchrun reports

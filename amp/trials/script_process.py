@@ -11,7 +11,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from amp.compat import run as running
-from amp.compat.run import runner
 from amp.diagnosis.findings import Report
 from amp.diagnosis.guard import first_line
 from amp.diagnosis.watching import TrainingWatch
@@ -40,13 +39,12 @@ class ScriptWatch(TrainingWatch):
         at: which steps to watch.
 
     Attributes:
-        is_complete: whether enough was seen.
         last_step: the number of the last step to be seen.
     """
 
     def __init__(self, needs_amp: bool, when_complete: Callable[[], None], at: Sequence[int]) -> None:
         super().__init__(at)
-        self.is_complete, self.last_step = False, max(at)
+        self.last_step = max(at)
         self._needs_amp, self._when_complete, self._has_session = needs_amp, when_complete, False
 
     @property
@@ -65,7 +63,6 @@ class ScriptWatch(TrainingWatch):
         """End a script when no window is open or still to come."""
         super().root_called(model, args)
         if self.has_begun and not self._due and self._shadow is None:
-            self.is_complete = True
             self._when_complete()
 
     def seen(self) -> Report:
@@ -86,16 +83,13 @@ def main(job: str) -> None:
         job: the JSON text from `amp.trials.scripts`.
     """
     given = json.loads(job)
+    level, trial = given["level"], given["trial"]
     threading.Thread(target=_end_with, args=[given["alive"]], daemon=True).start()
     process = os.getpid()
     found: dict[str, Any] = {"error": "", "traceback": "", "notes": [], "warnings": []}
-    injected: Injected | None = None
 
     def save() -> None:
-        found["has_begun"], found["seen"] = watcher.has_begun, watcher.seen()
-        found["made"] = watcher.steps
-        if injected is not None:
-            found["notes"] = injected.notes
+        found.update(has_begun=watcher.has_begun, seen=watcher.seen(), made=watcher.steps)
         with open(given["result"], "wb", closefd=False) as file:
             file.seek(0)
             torch.save(found, file)
@@ -122,36 +116,30 @@ def main(job: str) -> None:
         show_warning(*args, **kwargs)
 
     show_warning, warnings.showwarning = warnings.showwarning, warned
-    run = runner(given["arguments"])
-    if given["seed"] is not None:
-        seed_random_numbers(given["seed"])
-    watcher = _watcher(given, end)
-    watcher.tell = lambda text: os.write(given["steps"], f"# {text}\n".encode())
+    run = running.runner(given["arguments"])
+    watcher: Any
+    if trial is not None:
+        seed_random_numbers(trial["seed"])
+        watcher = RunObserver(Trial(**trial), end)
+    else:
+        watcher = ScriptWatch(level is not None, end, given["at"])
+        watcher.tell = lambda text: os.write(given["steps"], f"# {text}\n".encode())
     with watcher, ExitStack() as stack:
         if given["injects"]:
-            injected = stack.enter_context(Injected(given["level"]))
-        else:
-            if given["level"] is not None:
-                stack.enter_context(observing(AtLevel(given["level"])))
-            if given["needs_amp"]:
-                register_optimizer_step_pre_hook(end_without_amp)
+            found["notes"] = stack.enter_context(Injected(level)).notes
+        elif level is not None:
+            stack.enter_context(observing(AtLevel(level)))
+            register_optimizer_step_pre_hook(end_without_amp)
         register_optimizer_step_post_hook(tell)
         found["error"], found["traceback"] = _error_of(run)
         if os.getpid() != process:
             os._exit(bool(found["error"]))
-        if not watcher.is_complete:
+        if "seen" not in found:
             save()
     # Do not wait for threads that the script has left running, such as a logger's.
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(0)
-
-
-def _watcher(given: dict[str, Any], end: Callable[[], None]) -> Any:
-    """Return what watches the script, and calls `end` when enough was seen."""
-    if given["trial"] is not None:
-        return RunObserver(Trial(**given["trial"]), end)
-    return ScriptWatch(given["needs_amp"], end, given["at"])
 
 
 def _end_with(alive: int) -> None:
@@ -163,9 +151,8 @@ def _end_with(alive: int) -> None:
 def _error_of(run: Callable[[], object]) -> tuple[str, str]:
     """Run a script, and return its error in one line, and its traceback; or empty texts."""
     try:
-        run()
-    except _EnoughError:
-        return "", ""
+        with suppress(_EnoughError):
+            run()
     except SystemExit as end:
         what = f": {end.code}" if isinstance(end.code, str) else f" with exit status {end.code}"
         return f"it ended{what}" if end.code else "", ""

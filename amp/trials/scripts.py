@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed
 
 import amp
-from amp.diagnosis.findings import Report
 from amp.errors import AmpRuntimeError, AmpValueError
 from amp.terminal.progress import Progress
 from amp.trials.observing import Record, Trial
@@ -73,23 +72,21 @@ class Script:
         Raises:
             AmpRuntimeError: the process ended without a result, or the script trains nothing.
         """
-        needs_amp = trial is not None or level is not None
         job = {
             "at": list(at),
             "trial": None if trial is None else asdict(trial),
             "arguments": self._arguments,
             "level": level if trial is None else trial.level,
-            "seed": None if trial is None else trial.seed,
             "injects": self.is_injected,
-            "needs_amp": needs_amp,
         }
         found = self._seen(job)
-        if needs_amp and not found["has_begun"] and not found["error"] and not self.is_injected:
+        needs_amp = job["level"] is not None and not self.is_injected
+        if needs_amp and not found["has_begun"] and not found["error"]:
             self.is_injected = job["injects"] = True
             found = self._seen(job)
         self.traceback, self.warnings = found["traceback"], list(dict.fromkeys(found["warnings"]))
         self.notes = list(dict.fromkeys([*self.notes, *found["notes"]]))
-        if not found["has_begun"] and found["made"] and isinstance(found["seen"], Report):
+        if not found["has_begun"] and found["made"]:  # by a watch
             failed = f" (the script failed: {found['error']})" if found["error"] else ""
             raise AmpRuntimeError(f"nothing was watched: {found['seen'].why_nothing}{failed}")
         if not found["has_begun"] and not found["error"]:
@@ -114,9 +111,9 @@ class Script:
             raise AmpRuntimeError("the script ended before its first optimizer.step()")
         return record
 
-    def failure(self, error: str, what: str = "the script failed") -> AmpRuntimeError:
+    def failure(self, error: str) -> AmpRuntimeError:
         """Return an error with what the script has raised, and with its traceback as a note."""
-        raised = AmpRuntimeError(f"{what}: {error}")
+        raised = AmpRuntimeError(f"the script failed: {error}")
         if self.traceback:
             raised.add_note(self.traceback)
         return raised
@@ -148,7 +145,7 @@ def _seen(job: dict[str, Any], tell: Callable[[int, int], None]) -> dict[str, An
     Raises:
         AmpRuntimeError: the process ended without a result.
     """
-    seed = job["seed"]
+    seed = None if job["trial"] is None else job["trial"]["seed"]
     with tempfile.TemporaryFile() as result, tempfile.TemporaryFile() as stderr:
         (alive, ours), (steps, theirs) = os.pipe(), os.pipe()
         given = json.dumps(job | {"result": result.fileno(), "alive": alive, "steps": theirs})
