@@ -162,7 +162,8 @@ class _Explainer:
         if not (properties.casts_model or properties.patch_torch_functions):
             return f"follows its input, or torch.autocast where it is on: no level is in force{held}."
         if call.takes[1:] and call.takes[-1].itemsize == 1:
-            return f"multiplies in FP8, {dtype_name(call.takes[-1])}: fp8={properties.fp8}."
+            name = dtype_name(call.takes[-1])
+            return f"multiplies in FP{4 if 'float4' in name else 8}, {name}: fp8={properties.fp8}."
         ruled = self._ruled.get(module)
         if ruled is not None and ruled.dtype is not None:
             dtype = dtype_name(ruled.dtype)

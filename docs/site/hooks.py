@@ -93,7 +93,7 @@ WITHOUT_SIGNATURE = ("Properties", "LossScaling")
 
 MEMBERS = {
     "fused.FusedOptimizer": "",
-    "trials.Comparison": "is_healthy describe to_json write_html",
+    "trials.Comparison": "is_healthy to_json write_html",
     "Session": "initialize scale_loss loss_scale history state_dict load_state_dict close",
     "FP16_Optimizer": "loss_scale overflow add_param_group zero_grad backward update_master_grads step "
     "clip_master_grads inspect_master_grad_data state_dict load_state_dict",

@@ -67,6 +67,8 @@ def test_calls_in_fp8() -> None:
     assert [x.module for x in calls] == ["blocks.0.mlp.0", "blocks.0.mlp.2"]
     assert {x.takes for x in calls} == {("bfloat16", "float8_e4m3fn")}
     assert calls[0].rule == "multiplies in FP8, float8_e4m3fn: fp8=current."
+    four = explained("O9", "linear", "blocks.0.mlp").calls[0]
+    assert four.rule == "multiplies in FP4, float4_e2m1fn_x2: fp8=nvfp4."
 
 
 def test_rules_of_the_users(tmp_path: Path) -> None:
