@@ -159,19 +159,21 @@ def shard_in_whole(tensor: Any) -> tuple[int, int, int]:
     return first, math.prod(part[cut[-1] :]), math.prod(whole[cut[-1] :])
 
 
-def place_gradients(parameters: Iterable[Any]) -> None:
-    """Give the gradients of DTensors the placements of their parameters, which may sum them over ranks.
+def place_gradients(parameters: Iterable[Any]) -> list[Any]:
+    """Return the `.grad` of each parameter; one of a DTensor is first placed as its parameter is.
 
-    Sequence parallelism, for example, leaves partial sums as the gradients of its norms. All ranks of
-    the mesh call this.
+    Sequence parallelism, for example, leaves partial sums as the gradients of its norms. They are then
+    summed over the ranks. All ranks of the mesh call this.
     """
+    grads = []
     for parameter in parameters:
         spec, grad = getattr(parameter, "_spec", None), parameter.grad
-        if spec is None or grad is None or grad._spec is spec:
-            continue
-        if grad.placements != parameter.placements:
+        is_placed = spec is None or grad is None or grad._spec is spec
+        if not is_placed and grad.placements != parameter.placements:
             with _names_the_collective(grad.device_mesh, "the sums of gradients"):
-                parameter.grad = grad.redistribute(placements=parameter.placements)
+                parameter.grad = grad = grad.redistribute(placements=parameter.placements)
+        grads.append(grad)
+    return grads
 
 
 def set_values(tensor: Any, values: Any) -> None:

@@ -203,6 +203,15 @@ def local(tensor: Tensor) -> Tensor:
     return values  # type: ignore[no-any-return]
 
 
+def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `local` returns for each tensor."""
+    values = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+    return values if set(map(type, values)) <= _USUAL else list(map(local, values))
+
+
+_USUAL = {Tensor, torch.nn.Parameter}
+
+
 def slices(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:
     """Yield slices of tensors of one shape, on the same memory, whatever their strides.
 

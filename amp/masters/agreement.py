@@ -30,11 +30,11 @@ import torch
 from torch import Tensor
 
 from amp.casting.memory_checks import check_range
-from amp.distributed import set_values
+from amp.distributed import place_gradients, set_values
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels import host_lists
 from amp.kernels.interrupts import without_grad
-from amp.kernels.tensor_lists import TensorList, are_plain, are_same, local
+from amp.kernels.tensor_lists import TensorList, are_plain, are_same, local, local_shards
 from amp.lazy import kernels
 from amp.masters import lean
 from amp.masters.grads import grads_of, store_grads
@@ -99,9 +99,7 @@ class Pairs:
         trains = lists.read_slot(pairs, "trains")
         if not (lists.train(self.masters, trains) and lists.train(self.models, trains)):
             found.append(Pairs.follow_requires_grad)
-        values = self.masters if self._are_whole else lists.read_slot(pairs, "holder")
-        if not self.are_plain:
-            values = list(map(local, values))
+        values = self._values()
         is_as_before = (
             lists.versions(values) == lists.read_slot(pairs, "version")
             and lists.are_at(values, lists.read_slot(pairs, "address"))
@@ -157,6 +155,8 @@ class Pairs:
         Raises:
             AmpRuntimeError: the script has given each side another one.
         """
+        if not self.are_plain:
+            place_gradients(self.models)
         both = zip(self.pairs, grads_of(self.masters), grads_of(self.models), strict=True)
         grads = [_changed(i, *each) for i, each in enumerate(both)]
         store_grads(self.masters, grads)
@@ -195,7 +195,13 @@ class Pairs:
     def _shards(self) -> list[list[Tensor]]:
         """Return masters and parameters; of DTensors the shards that this rank holds."""
         both = [self.masters, self.models]
-        return both if self.are_plain else [list(map(local, tensors)) for tensors in both]
+        return both if self.are_plain else list(map(local_shards, both))
+
+    def _values(self) -> list[Tensor]:
+        """Return what holds the values of masters; of DTensors the shards."""
+        are_whole = self._are_whole
+        holders = self.masters if are_whole else host_lists.lists.read_slot(self.pairs, "holder")
+        return holders if self.are_plain else local_shards(holders)
 
     def merge(self) -> None:
         """Let masters take what was written to parameters, in whatever way. No host sync.
@@ -262,13 +268,9 @@ class Pairs:
 
     def note_agreement(self) -> None:
         """Note that masters and parameters agree now."""
-        if not (self._are_whole and self.are_plain):
-            for pair in self.pairs:
-                pair.note_agreement()
-            return
-        lists = host_lists.lists
-        lists.write_slot(self.pairs, "version", lists.versions(self.masters))
-        lists.write_slot(self.pairs, "address", list(lists.addresses(self.masters)))
+        lists, values = host_lists.lists, self._values()
+        lists.write_slot(self.pairs, "version", lists.versions(values))
+        lists.write_slot(self.pairs, "address", list(lists.addresses(values)))
         lists.write_slot(self.pairs, "given", [None] * len(self.pairs))
 
     # Gradients.

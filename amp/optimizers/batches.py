@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
 from amp.kernels.rule import Origin
-from amp.kernels.tensor_lists import Layout, TensorList, are_all_same, are_plain, local
+from amp.kernels.tensor_lists import Layout, TensorList, are_all_same, are_plain, local_shards
 from amp.names import bare_names
 
 
@@ -60,11 +60,9 @@ class Batch:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`."""
         if self.positions is None:
             stepped: list[Any] = self.stepped
-            if self.cut.groups:
-                place_gradients(stepped)
-            own: list[Any] = [parameter.grad for parameter in stepped]
+            own = place_gradients(stepped) if self.cut.groups else [each.grad for each in stepped]
             if not are_plain(own) or not are_plain(stepped):
-                stepped, own = list(map(local, stepped)), list(map(local, own))
+                stepped, own = local_shards(stepped), local_shards(own)
             params = TensorList(stepped, before=self.layouts.get("params"))
             return {"params": params, "grads": TensorList(own, like=params)}
         of, grads = inputs.deferred.of, inputs.deferred.grads
@@ -78,7 +76,7 @@ class Batch:
 
     def shards(self, name: str, tensors: Sequence[Tensor]) -> TensorList:
         """Return what each parameter has under a name; of DTensors the shards that this rank holds."""
-        here = list(map(local, tensors)) if self.cut.groups else tensors
+        here = local_shards(tensors) if self.cut.groups else tensors
         return TensorList(here, before=self.layouts.get(name))
 
 

@@ -123,7 +123,8 @@ def _plan(optimizer: Fused, one: Ready, clip: Tensor | None, inputs: StepInputs)
     if not batch.cut.groups:
         return
     # This rank has no part of some parameters, and counts their steps as the other ranks do.
-    empty = [step for p, step in zip(one.lists["params"], steps, strict=True) if not p.numel()]
+    sizes = one.lists["params"].kind.sizes
+    empty = [step for size, step in zip(sizes, steps, strict=True) if not size]
     if empty:
         before = torch.stack(empty)
         after = kernels.stochastic_rounding.next_steps(before)

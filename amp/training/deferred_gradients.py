@@ -21,7 +21,7 @@ from amp.distributed import shard_like
 from amp.errors import AmpTypeError
 from amp.kernels import host_lists
 from amp.kernels.interrupts import outside_inference_mode, without_grad
-from amp.kernels.tensor_lists import TensorList, are_same, local
+from amp.kernels.tensor_lists import TensorList, are_same, local, local_shards
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
 from amp.masters.grads import grads_of, have_grads, store_grads
@@ -244,7 +244,7 @@ class Deferral:
         """Return how often Python and C++ refer to each tensor that is shown, and to its shard."""
         tensors, count = self._shown, torch.Tensor._use_count  # type: ignore[attr-defined]
         if tensors and not self._shown_for[0].are_plain:
-            tensors = [*tensors, *map(local, tensors)]
+            tensors = [*tensors, *local_shards(tensors)]
         return list(map(sys.getrefcount, tensors)), list(map(count, tensors))
 
     @property

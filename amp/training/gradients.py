@@ -54,7 +54,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from amp.distributed import place_gradients, reduce_largest
+from amp.distributed import reduce_largest
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, first_few
 from amp.kernels import host_lists
@@ -168,8 +168,6 @@ class Gradients:
             self._take_grads_of_models(event)
         elif self._are_hidden and event != "forward":
             self.show()
-        if not pairs.are_plain and event != "forward":
-            place_gradients(pairs.models)
         found = pairs.differences(HAS_GRAD_DTYPE and not self._are_hidden)
         if found:
             if event == "block" and not self._has_looked and pairs.were_written():
@@ -333,17 +331,14 @@ class Gradients:
         Args:
             scale: the scale of the loss.
             claimed: ids of parameters whose gradients another optimizer of the block handles.
-            are_final: whether they are unscaled next. Then partial gradients of DTensors are first
-                summed over the ranks, as torch's optimizers would do.
+            are_final: whether they are unscaled next.
 
         Raises:
             AmpTypeError: a gradient's dtype cannot be unscaled.
             AmpRuntimeError: the model was moved or cast.
         """
         parameters = self.regroup()
-        if are_final and not parameters.are_plain:
-            place_gradients(parameters.of_model)
-        new = NewGradients.of(parameters, claimed)
+        new = NewGradients.of(parameters, claimed, are_final)
         if self.capabilities.takes_scaled:
             new = new._replace(will_be_deferred=self.deferral.takes(new, parameters.pairs))
         if not scale.scaler.config.is_identity:

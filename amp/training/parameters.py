@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amp.distributed import groups_of_meshes
 from amp.errors import AmpRuntimeError, first_few, warn
-from amp.kernels.tensor_lists import TensorList, are_plain, local
+from amp.kernels.tensor_lists import TensorList, are_plain, local_shards
 from amp.masters.agreement import Pairs, called_by_shape
 from amp.masters.master_weights import MasterWeights
 from amp.names import bare_names
@@ -58,7 +58,7 @@ class Parameters:
         self.dtypes = list(map(_dtype, self.unmastered))
         self.process_groups = groups_of_meshes(self.stepped)
         self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
-        of_rank = self.unmastered if self.are_plain else list(map(local, self.unmastered))
+        of_rank = self.unmastered if self.are_plain else local_shards(self.unmastered)
         self.unmastered_list = TensorList(of_rank)
 
     @functools.cached_property

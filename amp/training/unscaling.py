@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp.distributed import shard_like
+from amp.distributed import place_gradients, shard_like
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpTypeError
 from amp.kernels import host_lists
 from amp.kernels.interrupts import at_once, without_grad
-from amp.kernels.tensor_lists import TensorList, are_plain, has_own_values, local
+from amp.kernels.tensor_lists import TensorList, are_plain, has_own_values, local_shards
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
-from amp.masters.grads import have_grads
+from amp.masters.grads import grads_of, have_grads
 from amp.training.parameters import ParameterNames, Parameters
 
 if TYPE_CHECKING:
@@ -116,24 +116,27 @@ class NewGradients(NamedTuple):
     will_be_deferred: bool = False
 
     @classmethod
-    def of(cls, parameters: Parameters, claimed: Collection[int]) -> NewGradients:
-        """Return the gradients that backward has made, and change nothing.
+    def of(cls, parameters: Parameters, claimed: Collection[int], are_final: bool) -> NewGradients:
+        """Return the gradients that backward has made.
 
         Args:
             parameters: what the optimizer's groups hold.
             claimed: ids of parameters whose gradients another optimizer handles.
+            are_final: whether they are unscaled next. Then partial gradients of DTensors are first
+                summed over the ranks, as torch's optimizers would do.
         """
+        gradients_of = place_gradients if are_final and not parameters.are_plain else grads_of
         sides = []
         lists = parameters.pairs.model_list, parameters.unmastered_list
         for every, like in zip((parameters.models, parameters.unmastered), lists, strict=True):
-            grads: list[Any] = list(map(_grad, every))
+            grads: list[Any] = gradients_of(every)
             there = [grad is not None for grad in grads]
             if claimed:
                 both = zip(there, every, strict=True)
                 there = [has and id(parameter) not in claimed for has, parameter in both]
             grads = list(compress(grads, there))
             if not parameters.are_plain:
-                grads = list(map(local, grads))
+                grads = local_shards(grads)
             have_values = all(map(has_own_values, set(map(type, grads))))
             are_dense = have_values and host_lists.lists.are_floats(grads)
             holders = every if all(there) else list(compress(every, there))
@@ -292,6 +295,8 @@ def add_to_masters(pairs: Pairs) -> None:
     An interrupt finds each in exactly one place.
     """
     pairs.check_devices()
+    if not pairs.are_plain:
+        place_gradients(pairs.models)
     pairs = pairs.only([grad is not None for grad in map(_grad, pairs.models)])
     new = _in_float32(list(map(_grad, pairs.models)), pairs.are_plain)
     changes: list[Callable[[], object]] = []
