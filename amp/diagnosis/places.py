@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -88,8 +88,8 @@ class Hook:
             self._function(*args)
 
 
-class Places(AbstractContextManager["Places"]):
-    """Tracks where ops are called, while it is open.
+class Places:
+    """Tracks where ops are called, from `begin` on.
 
     Args:
         models: the models whose modules are named, by the prefix of the names.
@@ -101,25 +101,19 @@ class Places(AbstractContextManager["Places"]):
         self._names: dict[int, str] = {}
         self._forward: dict[int, Place] = {}  # by the number of the autograd node
         self._thread = _Thread()
-        self._open = ExitStack()
 
-    def __enter__(self) -> Places:
-        with ExitStack() as stack:
-            for name, module in modules_of(self._models).items():
-                self._names.setdefault(id(module), name)
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # which takes no hooks
-                hook = Hook(self._enter_module)
-                before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-                after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            stack.enter_context(_Calls(self, self._shadow))
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
+    def begin(self, stack: ExitStack) -> None:
+        """Track where ops are called until a stack ends."""
+        for name, module in modules_of(self._models).items():
+            self._names.setdefault(id(module), name)
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # which takes no hooks
+            hook = Hook(self._enter_module)
+            before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        stack.enter_context(_Calls(self, self._shadow))
 
     def here(self, aten: str) -> tuple[Place, str]:
         """Return where the current op was called, and the phase; `aten` is the op's name."""

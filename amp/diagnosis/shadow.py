@@ -130,7 +130,7 @@ class Shadow(Observer):
                     self.memories.own("buffer", prefix + unwrapped_name(name), buffer)
             for buffer, before in self.cast_buffers.values():
                 self.memories.put(buffer, before)
-            stack.enter_context(self._places)
+            self._places.begin(stack)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))
             begins, ends = (functools.partial(self._set_stepping, x) for x in (True, False))
