@@ -220,8 +220,9 @@ def _is_finite_with_eps(op: Op) -> bool:
         return False
 
 
-def _unmasked(shadow: Shadow, nan: Op) -> str:
-    """Return how to mask so that NaN does not come of it."""
+def _unmasked(shadow: Shadow, op: Op) -> str:
+    """Return how to mask so that NaN does not come of it, in the result of an op or of a later one."""
+    nan = next((x for x in shadow.ops.values() if x.bad.has_nan and x.number >= op.number), op)
     bad = ancestors(shadow.ops, [nan.number], only_bad=True)
     dtypes = [op.gives for op in bad if op.bad.is_minus_inf and op.gives is not None]
     if not dtypes or not is_finite_if_filled(shadow, nan):
@@ -233,11 +234,6 @@ def _is_mask(x: torch.Tensor, limit: float) -> bool:
     """Whether several numbers of a tensor are the same one near the least of its format."""
     low = x[:0] if x.is_complex() else x[x < -limit / 2]
     return low.numel() > 1 and bool((low == low[0]).all())
-
-
-def _first_nan(shadow: Shadow, op: Op) -> Op:
-    """Return the first op with a NaN after one, or the same if there is none."""
-    return next((x for x in shadow.ops.values() if x.bad.has_nan and x.number > op.number), op)
 
 
 def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
@@ -307,7 +303,7 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
     if is_scaled:
         todo = f"Make the loss or its scale smaller: a mean instead of a sum. Or:\n{todo}"
     if "add" in op.aten and any(_is_mask(x.real, limit) for x in inputs_of(op)):  # one of two masks
-        todo = f"{_unmasked(shadow, _first_nan(shadow, op))} Or:\n{todo}"
+        todo = f"{_unmasked(shadow, op)} Or:\n{todo}"
     return _finding(op, "range", f"{subject} {shown}; {ends}", todo)
 
 
@@ -459,7 +455,7 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
         )
         todo = "Make the tensor in float32, or take a smaller number."
         if op.bad.is_minus_inf:
-            todo = _unmasked(shadow, _first_nan(shadow, op))
+            todo = _unmasked(shadow, op)
         return replace(_finding(op, "cast", what, todo), value=source.value)
     if source.value is not None:
         dtype, limit = dtype_name(op.takes[0]), torch.finfo(op.takes[0]).max
@@ -531,7 +527,7 @@ def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:
     dtype = dtype_name(gives)
     if cast.is_mask:
         what = f"{name} was cast to {dtype}, and {cast.before:g} became -inf"
-        todo = _unmasked(shadow, _first_nan(shadow, op))
+        todo = _unmasked(shadow, op)
     else:
         became = f"{exact(cast.before)} became {exact(cast.after)}"
         if cast.before == cast.after:
