@@ -24,7 +24,7 @@ from amp.casting.cast_hooks import EXACT_INTEGERS, can_ruin, ruined_by_cast
 from amp.diagnosis import advice
 from amp.diagnosis.blame import Loss, is_finite_if_filled, lost_before
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
-from amp.diagnosis.lost import LossyCast, LostScalar, Still
+from amp.diagnosis.lost import LossyCast, Still
 from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, ancestors
@@ -171,7 +171,7 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
     if not op.is_too_large:
         loss = lost_before(shadow, op)
         if (lost := _constant_behind(shadow, op, loss)) is not None:
-            return _of_eps(shadow, op, lost)
+            return _of_eps(shadow, op, *lost)
         if loss is not None:
             return _of_loss(shadow, op, loss)
     return _of_range(shadow, op)
@@ -236,18 +236,17 @@ def _is_mask(x: torch.Tensor, limit: float) -> bool:
     return low.numel() > 1 and bool((low == low[0]).all())
 
 
-def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
-    at = _where(lost.place)
-    what = f"{lost.value!r} is 0 in float16 ({at}), and does not keep the result from infinity"
+def _of_eps(shadow: Shadow, op: Op, eps: float, place: Place) -> Finding:
+    what = f"{eps!r} is 0 in float16 ({_where(place)}), and does not keep the result from infinity"
     keep = advice.keep_wide(op.place, shadow.properties)
-    todo = f"Take at least {2.0**-14:.1e} in the place of {lost.value!r}. Or:\n{keep}"
+    todo = f"Take at least {2.0**-14:.1e} in the place of {eps!r}. Or:\n{keep}"
     if op.phase == "step":
         todo = "Give the optimizer eps=1e-4, or float32 parameters or masters."
     return _finding(op, "eps", what, todo)
 
 
-def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> LostScalar | None:
-    """Return the small constant that became 0, and is why the result of an op is not finite, if any."""
+def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> tuple[float, Place] | None:
+    """Return the small constant that became 0 and is why a result is not finite, and where, if any."""
     if loss is not None and loss.cause != "underflow":
         return None
     made = [] if loss is None or loss.made is None else [loss.made]
@@ -257,9 +256,9 @@ def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> LostScalar | 
         for x in tree_leaves((made[0].args, made[0].kwargs)):
             number = _only_number(x)
             if loss.before / 2 <= number <= loss.before * 1.001:
-                return LostScalar(made[0].place, number)
+                return number, made[0].place
         made = [shadow.ops[x] for x in made[0].parents]
-    return next((x for x in shadow.lost.scalars if x.place.module == op.place.module), None)
+    return next((x for x in shadow.lost.scalars if x[1].module == op.place.module), None)
 
 
 def _only_number(x: Any) -> float:
