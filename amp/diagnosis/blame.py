@@ -8,7 +8,6 @@ goes on to the op that made the value. A value is put wherever the ops up to the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import defaultdict
@@ -21,7 +20,7 @@ from torch import Tensor
 from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.records import MOVES, Op, ancestors
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import CANNOT_RUN, as_real, difference, has_twin, is_finite
+from amp.diagnosis.twins import as_real, difference, has_twin, is_finite
 
 LONGEST = 64
 """How many ops a walk passes at most."""
@@ -160,16 +159,15 @@ class _Walk:
         for value, other in replaced:
             changed[_version(value)].append((as_real(value.exact), as_real(other)))
         first, found = min((made for _, made in changed), default=0), list[Tensor]()
-        try:
-            for op, read in self._before:
-                if op.number > first and not changed.keys().isdisjoint(read):
-                    found = results_from(op, lambda x: _overlaid(x.exact, changed.get(_version(x), [])))
-                    for (key, placed), y in zip(op.outputs, found, strict=True):
-                        earlier = [part for at in read if at[0] == key for part in changed.get(at, [])]
-                        if (key, op.number) not in changed:
-                            changed[key, op.number] = [*earlier, (placed, as_real(y))]
-        except CANNOT_RUN:
-            return []
+        for op, read in self._before:
+            if op.number > first and not changed.keys().isdisjoint(read):
+                found = results_from(op, lambda x: _overlaid(x.exact, changed.get(_version(x), [])))
+                if len(found) != len(op.outputs):  # it cannot run again
+                    return []
+                for (key, placed), y in zip(op.outputs, found, strict=True):
+                    earlier = [part for at in read if at[0] == key for part in changed.get(at, [])]
+                    if (key, op.number) not in changed:
+                        changed[key, op.number] = [*earlier, (placed, as_real(y))]
         return found if any(made == self._op.number for _, made in changed) else []
 
 
@@ -215,9 +213,8 @@ def _harms(value: Value, taken: Op) -> Tensor:
     If the op makes nothing of the same size, return how large the elements are.
     """
     exact = as_real(value.exact)
-    with contextlib.suppress(*CANNOT_RUN):
-        others = results_from(taken, lambda x: x.rounded if x is value else x.exact)
-        for after, before in zip(others, results_from(taken, lambda x: x.exact), strict=True):
-            if before.shape == exact.shape:
-                return ((after - before) / before).abs().nan_to_num(math.inf)
+    others = results_from(taken, lambda x: x.rounded if x is value else x.exact)
+    for after, before in zip(others, results_from(taken, lambda x: x.exact), strict=True):
+        if before.shape == exact.shape:
+            return ((after - before) / before).abs().nan_to_num(math.inf)
     return exact.abs()

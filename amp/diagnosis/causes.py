@@ -29,7 +29,7 @@ from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, ancestors
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import CANNOT_RUN, is_finite, largest
+from amp.diagnosis.twins import is_finite, largest
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.profiles.properties import excepting
 
@@ -205,19 +205,13 @@ def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
         names = op.place.op.rpartition(".")[2].strip("_"), op.aten
         inside = next((advice.EPS_INSIDE[name] for name in names if name in advice.EPS_INSIDE), "")
         todo = "Look at the numbers that go in: a logarithm, root or division of 0 or less"
-        if inside and (op.phase == "backward" or _is_finite_with_eps(op)):
+        results = results_from(op, lambda x: x.exact + 1e-6)
+        if inside and (op.phase == "backward" or (results and all(map(is_finite, results)))):
             todo = f"Keep it finite by an eps inside, as in {inside}"
         todo += ". No precision cures it."
     if one_call := _in_one_call(shadow, op):
         todo = f"{one_call} Or:\n{todo}"
     return _finding(op, "mathematics", what, todo)
-
-
-def _is_finite_with_eps(op: Op) -> bool:
-    try:
-        return all(map(is_finite, results_from(op, lambda x: x.exact + 1e-6)))
-    except CANNOT_RUN:
-        return False
 
 
 def _unmasked(shadow: Shadow, op: Op) -> str:

@@ -197,15 +197,15 @@ def inputs_of(op: Op) -> list[Value]:
 
 
 def results_from(op: Op, of: Callable[..., Tensor]) -> list[Tensor]:
-    """Return the results of an op, of which its inputs were kept, on other values in FP64.
-
-    Raises:
-        Exception: one of `CANNOT_RUN`.
-    """
-    args, kwargs = tree_map(
-        lambda x: of(x).clone() if isinstance(x, Value) else x, (op.args, op.kwargs)
-    )
-    result = run_wide(op.func, args, kwargs)
+    """Return the floating results of an op on other values in FP64; none if it cannot run again."""
+    if op.args is None or not has_twin(op.func):
+        return []
+    given = op.args, op.kwargs
+    try:
+        args, kwargs = tree_map(lambda x: of(x).clone() if isinstance(x, Value) else x, given)
+        result = run_wide(op.func, args, kwargs)
+    except CANNOT_RUN:
+        return []
     written = written_by(op.func, args, kwargs)
     return [*written, *fresh_in(result, written)]
 
@@ -221,11 +221,8 @@ def largest_from_inputs(op: Op, wrong: list[Tensor]) -> float | None:
         The magnitude; inf or NaN if the result is not finite in FP64 either, and none that is too large
         for the op's format is. None for an op that cannot be run again.
     """
-    try:
-        results = results_from(op, lambda x: x.real.to(x.exact.dtype)) if has_twin(op.func) else []
-    except CANNOT_RUN:
-        return None
-    if op.bad.is_wrong:
+    results = results_from(op, lambda x: x.real.to(x.exact.dtype))
+    if results and op.bad.is_wrong:
         results = [y[at] for y, at in zip(results, wrong, strict=True)]
         results = [y for y in results if y.numel()]
         most = max([largest(torch.where(y.isfinite(), y, 0.0)) for y in results], default=0.0)
