@@ -121,13 +121,10 @@ class _Walk:
         """Return the loss in the first value that its format ruins: wider ones after it are no cure."""
         while True:
             made = self._shadow.ops.get(value.made)
-            if made is None or made.args is None:
-                break
-            worst = self._worst(made, lambda x: x.rounded)
-            if worst is None:
-                break
+            worst = None if made is None else self._worst(made, lambda x: x.rounded)
+            if made is None or worst is None:
+                return _classified(value, made, taken)
             value, taken = worst, made
-        return _classified(value, made, taken)
 
     def _is_ruin(self, harm: float) -> bool:
         return math.isinf(harm) if self._op.is_bad else harm > self._op.error / 3
@@ -200,8 +197,6 @@ def _classified(value: Value, made: Op | None, taken: Op) -> Loss:
         cause, which = "cast", changed
     else:
         cause, which = "cancellation" if taken.aten in _SUBTRACTIONS else "rounding", changed
-    if not bool(which.any()):
-        return Loss(cause, value, made, taken, math.nan, math.nan)
     worst = torch.where(which, _harms(value, taken), -1.0).argmax()
     before, after = exact.flatten()[worst], rounded.flatten()[worst]
     return Loss(cause, value, made, taken, before.item(), after.item())
