@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from amp.casting.cast_hooks import EXACT_INTEGERS, can_ruin, ruined_by_cast
 from amp.diagnosis import advice
-from amp.diagnosis.blame import Loss, is_finite_if_filled, lost_before
+from amp.diagnosis.blame import Loss, Walk
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
 from amp.diagnosis.lost import LossyCast, Still
 from amp.diagnosis.memories import Value, inputs_of, results_from
@@ -169,7 +169,7 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
     if not op.bad.is_wrong:
         return _of_mathematics(shadow, op)
     if not op.is_too_large:
-        loss = lost_before(shadow, op)
+        loss = Walk(shadow, op).loss()
         if (lost := _constant_behind(shadow, op, loss)) is not None:
             return _of_eps(shadow, op, *lost)
         if loss is not None:
@@ -219,7 +219,7 @@ def _unmasked(shadow: Shadow, op: Op) -> str:
     nan = next((x for x in shadow.ops.values() if x.bad.has_nan and x.number >= op.number), op)
     bad = ancestors(shadow.ops, [nan.number], only_bad=True)
     dtypes = [op.gives for op in bad if op.bad.is_minus_inf and op.gives is not None]
-    if not dtypes or not is_finite_if_filled(shadow, nan):
+    if not dtypes or not Walk(shadow, nan).is_finite_if_filled():
         return advice.UNMASK
     return advice.filled(min(dtypes, key=lambda dtype: torch.finfo(dtype).max))
 
@@ -374,7 +374,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
         is_noise = op.phase == "backward" and (is_forward or not is_whole)
         if op.is_bad or op.error <= max(FAR, WORSE * before) or is_noise:
             continue
-        loss = lost_before(shadow, op, known)
+        loss = Walk(shadow, op).loss(known)
         if loss is None and op.phase == "forward" and op.gives is torch.float32:
             what = f"it computes with too few digits: the result is {op.error:.0%} off that in FP64"
             found[op.place] = op.number, _finding(op, "cancellation", what, advice.ITSELF)
