@@ -88,8 +88,8 @@ class Hook:
             self._function(*args)
 
 
-class Places:
-    """Tracks where ops are called, from `begin` on.
+class Places(TorchFunctionMode):
+    """Tracks where ops are called, from `begin` on, and tells a shadow of calls and backwards.
 
     Args:
         models: the models whose modules are named, by the prefix of the names.
@@ -97,6 +97,7 @@ class Places:
     """
 
     def __init__(self, models: Mapping[str, nn.Module], shadow: Any) -> None:
+        super().__init__()
         self._models, self._shadow, self.unfollowed = models, shadow, shadow.unfollowed
         self._names: dict[int, str] = {}
         self._forward: dict[int, Place] = {}  # by the number of the autograd node
@@ -113,7 +114,7 @@ class Places:
             after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
             stack.callback(before.remove)
             stack.callback(after.remove)
-        stack.enter_context(_Calls(self, self._shadow))
+        stack.enter_context(self)
 
     def here(self, aten: str) -> tuple[Place, str]:
         """Return where the current op was called, and the phase; `aten` is the op's name."""
@@ -146,16 +147,25 @@ class Places:
         if self._thread.modules:
             self._thread.modules.pop()
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function; the ops inside it get its name."""
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            self._shadow.backward_begins([])
+        if func is Tensor.backward:
+            self._shadow.backward_begins(args[:1])
+            gradient = kwargs.pop("gradient")  # torch passes all by their names
+            with self:  # so that calls in recomputed forwards are seen too
+                return torch.autograd.backward(args[0], gradient, **kwargs)
         if self._thread.function:  # the outermost one counts
-            return function(*args, **kwargs)
-        self._thread.function = self._called(function) or ""
+            return func(*args, **kwargs)
+        self._thread.function = self._called(func) or ""  # the ops inside get its name
         try:
-            result = function(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self._thread.function = ""
-        self._shadow.function_called(function, args, kwargs, result)
+        self._shadow.function_called(func, args, kwargs, result)
         return result
 
     def of_call(self, function: Any) -> Place:
@@ -173,27 +183,6 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.modules: list[str] = []
         self.function = ""
-
-
-class _Calls(TorchFunctionMode):
-    """Reports calls of torch functions to a `Places`, and backwards to a shadow."""
-
-    def __init__(self, places: Places, shadow: Any) -> None:
-        super().__init__()
-        self._places, self._shadow = places, shadow
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            self._shadow.backward_begins([])
-        if func is Tensor.backward:
-            self._shadow.backward_begins(args[:1])
-            gradient = kwargs.pop("gradient")  # torch passes all by their names
-            with self:  # so that calls in recomputed forwards are seen too
-                return torch.autograd.backward(args[0], gradient, **kwargs)
-        return self._places.call(func, args, kwargs)
 
 
 @functools.lru_cache  # looking names up would take a tenth of a watched step
