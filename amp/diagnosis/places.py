@@ -229,12 +229,6 @@ def open_modes() -> list[Any]:
     return [mode for mode in (*functions(), *dispatches()) if not isinstance(mode, DeviceContext)]
 
 
-def innermost_mode() -> Any:
-    """Return the mode that sees an op first, or None."""
-    modes: Any = _get_current_dispatch_mode_stack
-    return next(reversed(modes()), None)
-
-
 def file_of_caller() -> str:
     """Return the file that called the torch function which has just returned."""
     told_by = ("guard.py", "places.py", "ledger.py", "shadow.py", "overrides.py")

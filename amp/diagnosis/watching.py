@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from amp.diagnosis import advice
@@ -35,7 +35,7 @@ from amp.diagnosis.findings import Finding, Report, exact, grouped, one_a_rule
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import KEPT, own_part
-from amp.diagnosis.places import innermost_mode, open_modes, unwrapped, user_line
+from amp.diagnosis.places import open_modes, unwrapped, user_line
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
 from amp.dtypes import LOW_PRECISION, dtype_name
@@ -206,7 +206,7 @@ class TrainingWatch(Training, Observer):
     @guarded
     def root_called(self, model: nn.Module, args: Any) -> None:
         """End a window that has had its steps, or begin one that is due."""
-        is_inside = self._shadow is not None and self._mode is not innermost_mode()
+        is_inside = self._shadow is not None and self._mode is not _get_current_dispatch_mode()
         if peek_interpreter_stack() is not None or is_inside:
             return  # vmap and grad put tensors of their own into modules; modes are left in order
         self._look_at_autocast(model)
@@ -285,7 +285,7 @@ class TrainingWatch(Training, Observer):
         shadow = Shadow(prefixed(self._models), self._scale, self.unfollowed)
         shadow.__enter__()
         self._shadow = shadow
-        self._mode = innermost_mode()
+        self._mode = _get_current_dispatch_mode()
         self._stepped.clear()
         self._is_empty = True
         self._name_states(shadow, others)
