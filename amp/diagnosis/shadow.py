@@ -88,7 +88,6 @@ class Shadow(Observer):
         lost: what the ops have lost.
         ledger: what the first forward of each model calls.
         gradients: what was seen of losses and gradients.
-        bad_weights: for each parameter that the step made inf or NaN, the number of the op that did.
         cast_buffers: buffers that amp has cast, by name, and what they were.
         without_twin: how many ops could not run on twins.
         properties: those of the models' session; None for a script without amp.
@@ -105,7 +104,6 @@ class Shadow(Observer):
         self.memories = Memories()
         self.lost, self.ledger = Lost(), Ledger()
         self.gradients = SeenGradients(self.memories, open_scale)
-        self.bad_weights: dict[str, int] = {}
         self.cast_buffers = cast_buffers_of(models)
         self.without_twin = 0
         self.unfollowed = Unfollowed() if unfollowed is None else unfollowed
@@ -141,12 +139,12 @@ class Shadow(Observer):
 
     def __exit__(self, *exception: object) -> None:
         self._open.close()
-        self._note_bad_weights()
 
-    @guarded
-    def _note_bad_weights(self) -> None:
-        bad = ((name, self.memories[x].bad) for name, x in self.named_parameters())
-        self.bad_weights = {name: made for name, made in bad if made}
+    @property
+    def bad_weights(self) -> dict[str, int]:
+        """For each parameter that is inf or NaN by the step, the number of the op that made it so."""
+        bad = {name: self.memories[x].bad for name, x in self.named_parameters()}
+        return {name: made for name, made in bad.items() if made}
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the models with their names."""
