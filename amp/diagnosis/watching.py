@@ -14,11 +14,10 @@ import logging
 import math
 import re
 import time
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp.diagnosis import advice
 from amp.diagnosis.attaching import Training, described, models_in_memory, optimizers_of
@@ -70,32 +70,21 @@ _COMPENSATION = re.compile("kahan|compensation")
 """In the names of optimizer state that has what the weights have lost."""
 
 
-@dataclass(eq=False)
-class Rounded:
-    """A buffer that a cast has rounded.
+class Rounded(NamedTuple):
+    """What is known of a buffer that a cast has rounded.
 
     Attributes:
-        module: its module.
-        name: its name there.
-        tensor: the buffer, as it is after the cast.
+        name: its name in its module.
         exact: what it was before.
-        version: how often torch had counted a write to it then.
+        version: how often torch had counted a write to it after the cast: it is exact no more if the
+            script has written to it since.
         finding: what is said of it.
     """
 
-    module: weakref.ref[nn.Module]
     name: str
-    tensor: Tensor
     exact: Tensor
     version: int
     finding: Finding
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether the script has neither set it anew nor written to it: only then its loss matters."""
-        module = self.module()
-        is_there = module is not None and module._buffers.get(self.name) is self.tensor
-        return is_there and self.tensor._version == self.version
 
 
 class TrainingWatch(Training, Observer):
@@ -143,7 +132,7 @@ class TrainingWatch(Training, Observer):
         self._sums: dict[nn.Module, tuple[int, float]] = {}  # of weights, and the step: see `_unmoved`
         self._in_float16 = False  # whether autocast computes in it
         self._is_stale = False  # whether weights have changed since autocast's cache was empty
-        self._rounded: list[Rounded] = []
+        self._rounded: MutableMapping[Tensor, Rounded] = WeakTensorKeyDictionary()
         self._noted: dict[tuple[str, str], Finding] = {}  # by cause and advice
 
     def __enter__(self) -> Self:
@@ -289,10 +278,10 @@ class TrainingWatch(Training, Observer):
         self._stepped.clear()
         self._is_empty = True
         self._name_states(shadow, others)
-        for rounded in self._rounded:
-            if rounded.is_as_it_was:
-                shadow.memories.put(rounded.tensor, rounded.exact)
-                shadow.memories.own("buffer", rounded.name, rounded.tensor)
+        for x, rounded in self._rounded.items():
+            if x._version == rounded.version:
+                shadow.memories.put(x, rounded.exact)
+                shadow.memories.own("buffer", rounded.name, x)
         if called is not None and called in self._models:  # its own hooks are not called any more
             shadow.model_called(called, args, {})
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
@@ -373,11 +362,11 @@ class TrainingWatch(Training, Observer):
 
     def _rounded_buffers(self) -> list[Finding]:
         named = (each for model in self._models for each in model.named_modules())
-        paths = {id(module): unwrapped_name(name) for name, module in named}
+        paths = {id(x): unwrapped_name(path) for path, each in named for x in each._buffers.values()}
         return [
-            replace(one.finding, module=paths[id(one.module())])
-            for one in self._rounded
-            if one.is_as_it_was and id(one.module()) in paths
+            replace(one.finding, module=paths[id(x)])
+            for x, one in self._rounded.items()
+            if x._version == one.version and id(x) in paths
         ]
 
     def _why_nothing(self) -> str:
@@ -524,14 +513,13 @@ class TrainingWatch(Training, Observer):
             new = module._buffers.get(name)
             if new is None or new.dtype not in LOW_PRECISION:
                 continue
-            for one in self._rounded:
-                if one.tensor is old:  # it has moved to another device
-                    one.tensor, one.exact, one.version = new, one.exact.to(new.device), new._version
             there = old.to(new.device)
+            if known := self._rounded.get(old):  # it has moved to another device
+                exact, version = known.exact.to(new.device), new._version
+                self._rounded[new] = known._replace(exact=exact, version=version)
             if old.dtype.itemsize > 2 and bool((new.to(old.dtype) != there).any()):
                 found = _of_rounding(module, name, there, new)
-                one = Rounded(weakref.ref(module), name, new, there, new._version, found)
-                self._rounded.append(one)
+                self._rounded[new] = Rounded(name, there, new._version, found)
 
     # Counting steps.
 
