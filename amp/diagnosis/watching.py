@@ -34,7 +34,7 @@ from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, exact, grouped, one_a_rule
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.lost import Still
-from amp.diagnosis.memories import KEPT, own_part
+from amp.diagnosis.memories import KEPT, Value, own_part
 from amp.diagnosis.places import open_modes, unwrapped, user_line
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
@@ -349,6 +349,16 @@ class TrainingWatch(Training, Observer):
             elif any(name.startswith(prefix) for name in shadow.gradients.known):
                 self._sums.setdefault(model, (self.steps, _sum_of(model)))
 
+    def _note_averages(self, shadow: Shadow) -> None:
+        """Note averages that several ops have moved and, together, have not."""
+        for x, before in self._averages:
+            memory = shadow.memories[x]
+            op = shadow.ops.get(memory.made)
+            if op is not None and "copy" not in op.aten:  # else what it copies is kept elsewhere
+                value = Value(before, before.double(), memory, 0)
+                shadow.lost.note_still(op, memory.owned, value, x.detach(), shadow.memories.twin(x))
+        self._averages = []
+
     def _unmoved(self) -> Iterator[Finding]:
         """Yield a finding for each model of which no weight has changed in several steps."""
         for model, (step, before) in self._sums.items():
@@ -438,11 +448,10 @@ class TrainingWatch(Training, Observer):
             self._due, self._is_ruined = [], True
         self._is_explained |= bool(found and (shadow.gradients.bad_loss or shadow.bad_weights))
         self._seen += found
-        still = shadow.lost.still.values()
         if not self._levels:  # else masters may move alone
             self._note_weights(shadow)
-        self._still += _unmoved_averages(shadow, self._averages)
-        self._averages = []
+        self._note_averages(shadow)
+        still = shadow.lost.still.values()
         self._still += [x for x in still if not _is_compensated(x, self.optimizers)]
         if any(op.phase == "backward" for op in shadow.ops.values()):
             self.report.ops += len(shadow.ops)
@@ -558,17 +567,6 @@ class TrainingWatch(Training, Observer):
         if self._shadow is not None:
             self._stepped[id(optimizer)] += 1
         self._names[type(optimizer).__name__] = None
-
-
-@torch.no_grad()
-def _unmoved_averages(shadow: Shadow, averages: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Still]:
-    """Yield averages that several ops have moved and, together, have not."""
-    for x, before in averages:
-        op = shadow.ops.get(shadow.memories[x].made)
-        if op is not None and "copy" not in op.aten:  # else what it copies is kept elsewhere
-            stays = (x == before) & (shadow.memories.twin(x) != before)
-            share = float(stays.count_nonzero()) / x.numel()
-            yield Still(op, shadow.memories[x].owned, shadow.memories[x].key, x.dtype, x.numel(), share)
 
 
 def _trains(model: nn.Module) -> bool:
