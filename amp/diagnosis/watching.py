@@ -533,7 +533,7 @@ class TrainingWatch(Training, Observer):
     # Counting steps.
 
     @guarded
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+    def optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count a step, unless it is one of amp's or of a gradient scaler, which may skip it."""
         if AttachedOptimizer.of(optimizer) is None and not self.is_in_scaler:
             self._count(optimizer)
