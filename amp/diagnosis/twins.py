@@ -15,9 +15,6 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_FLOATS |= {torch.float8_e4m3fn, torch.float8_e5m2}
-_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 _OPAQUE = {"_amp_update_scale_", "set_", "resize_", "_local_scalar_dense", "lift_fresh"}
 _WITH_INDICES = {"topk", "sort", "max", "min", "median", "nanmedian", "kthvalue", "mode"}
 """Ops that return values along a dimension, and their indices."""
@@ -112,7 +109,7 @@ def run_wide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 def _widened(x: Any) -> Any:
     if not isinstance(x, torch.dtype):
         return x
-    return torch.float64 if x in _FLOATS else torch.complex128 if x in _COMPLEX else x
+    return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
 
 
 def _unshared(x: Any) -> Any:
