@@ -69,8 +69,19 @@ def session_of(model: nn.Module) -> Any:
 
 def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return all modules of models, which are given by the prefix of their names, by their names."""
-    every = ((prefix, each) for prefix, model in models.items() for each in model.named_modules())
-    return {prefix + unwrapped_name(name): module for prefix, (name, module) in every}
+    return dict(named_in(models, "named_modules"))
+
+
+def named_in(models: Mapping[str, nn.Module], method: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a method of models, as `named_buffers`, yields, with names without those of wrappers.
+
+    Args:
+        models: the models, by the prefix of the names.
+        method: the name of the method.
+    """
+    for prefix, model in models.items():
+        for name, x in getattr(model, method)():
+            yield prefix + unwrapped_name(name), x
 
 
 class Hook:

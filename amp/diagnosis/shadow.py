@@ -42,6 +42,7 @@ from amp.diagnosis.places import (
     Places,
     is_called_by_amp,
     modules_of,
+    named_in,
     session_of,
     user_line,
 )
@@ -60,7 +61,6 @@ from amp.diagnosis.twins import (
     wrong_in,
 )
 from amp.masters.fp32_values import largest_in_master
-from amp.names import unwrapped_name
 from amp.observers import Observer, observing
 
 _MAKERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
@@ -104,11 +104,17 @@ class Shadow(Observer):
         self.memories = Memories()
         self.lost, self.ledger = Lost(), Ledger()
         self.gradients = SeenGradients(self.memories, open_scale)
-        self.cast_buffers = cast_buffers_of(models)
         self.without_twin = 0
         self.unfollowed = Unfollowed() if unfollowed is None else unfollowed
-        sessions = filter(None, map(session_of, models.values()))
+        sessions = list(filter(None, map(session_of, models.values())))
         self.properties = next((session.properties for session in sessions), None)
+        casts = [x for session in sessions for x in session.strategies if isinstance(x, CastModel)]
+        self.cast_buffers: dict[str, tuple[Tensor, Tensor]] = {
+            name: (buffer, before.to(buffer.device))
+            for name, buffer in named_in(models, "named_buffers")
+            for cast in casts
+            if (before := cast.before_cast(buffer)) is not None
+        }
         self._places = Places(models, self)
         self._called: set[int] = set()  # the ids of the models whose first forward has begun
         self._in_fp8 = {name for name, x in modules_of(models).items() if "_amp_fp8" in vars(x)}
@@ -117,15 +123,13 @@ class Shadow(Observer):
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for name, parameter in self.named_parameters():
+            for name, parameter in named_in(self.models, "named_parameters"):
                 self.memories.own("weight", name, parameter)
                 if parameter.requires_grad and parameter.is_leaf:
                     hook = Hook(functools.partial(self._unseen, self.gradients.note_accumulated, name))
-                    register: Any = parameter.register_post_accumulate_grad_hook
-                    stack.callback(register(hook).remove)
-            for prefix, model in self.models.items():
-                for name, buffer in model.named_buffers():
-                    self.memories.own("buffer", prefix + unwrapped_name(name), buffer)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            for name, buffer in named_in(self.models, "named_buffers"):
+                self.memories.own("buffer", name, buffer)
             for buffer, before in self.cast_buffers.values():
                 self.memories.put(buffer, before)
             self._places.begin(stack)
@@ -143,14 +147,8 @@ class Shadow(Observer):
     @property
     def bad_weights(self) -> dict[str, int]:
         """For each parameter that is inf or NaN by the step, the number of the op that made it so."""
-        bad = {name: self.memories[x].bad for name, x in self.named_parameters()}
-        return {name: made for name, made in bad.items() if made}
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of the models with their names."""
-        for prefix, model in self.models.items():
-            for name, parameter in model.named_parameters():
-                yield prefix + unwrapped_name(name), parameter
+        named = named_in(self.models, "named_parameters")
+        return {name: made for name, x in named if (made := self.memories[x].bad)}
 
     # Called by hooks and modes.
 
@@ -374,19 +372,6 @@ def _is_kept_wider(ops: Mapping[int, Op], target: Value, values: dict[int, Value
         if any(x.memory is target.memory for x in todo):
             return False
     return True
-
-
-def cast_buffers_of(models: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the buffers that sessions have cast, by name, and what they were before."""
-    found = {}
-    for prefix, model in models.items():
-        session = session_of(model)
-        strategies = session.strategies if session is not None else []
-        for cast in (x for x in strategies if isinstance(x, CastModel)):
-            for name, buffer in model.named_buffers():
-                if (before := cast.before_cast(buffer)) is not None:
-                    found[prefix + unwrapped_name(name)] = buffer, before.to(buffer.device)
-    return found
 
 
 def _source_of(value: Value) -> Source:

@@ -35,7 +35,7 @@ from amp.diagnosis.findings import Finding, Report, exact, grouped, one_a_rule
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.lost import Still
 from amp.diagnosis.memories import KEPT, Value, own_part
-from amp.diagnosis.places import open_modes, unwrapped, user_line
+from amp.diagnosis.places import named_in, open_modes, unwrapped, user_line
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
 from amp.dtypes import LOW_PRECISION, dtype_name
@@ -460,14 +460,13 @@ class TrainingWatch(Training, Observer):
     @_disable_current_modes()
     def _name_states(self, shadow: Shadow, others: list[nn.Module]) -> None:
         """Name the state of optimizers, and models that no optimizer has."""
-        names = {id(p): name for name, p in shadow.named_parameters()}
+        names = {id(p): name for name, p in named_in(shadow.models, "named_parameters")}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
+                name = names.get(id(parameter), "a parameter")
                 for kind, x in state.items() if isinstance(state, dict) else ():
                     if is_float(x):
-                        shadow.memories.own(
-                            "moment", f"{kind} of {names.get(id(parameter), 'a parameter')}", x
-                        )
+                        shadow.memories.own("moment", f"{kind} of {name}", x)
         for model in others:
             for name, x in model.named_parameters():
                 shadow.memories.own("average", name, x)
