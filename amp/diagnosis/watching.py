@@ -362,7 +362,7 @@ class TrainingWatch(Training, Observer):
     def _unmoved(self) -> Iterator[Finding]:
         """Yield a finding for each model of which no weight has changed in several steps."""
         for model, (step, before) in self._sums.items():
-            least = SEARCH - 4 if self._has_scaler or self._is_dynamic else 2  # for a scale to be found
+            least = SEARCH - 4 if self._is_dynamic else 2  # for a scale to be found
             if self.steps < step + least or _sum_of(model) != before:
                 continue
             what = f"no weight of {type(model).__name__} has changed from step {step} to {self.steps}"
@@ -439,8 +439,7 @@ class TrainingWatch(Training, Observer):
     @guarded
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
-        is_dynamic = self._is_dynamic or self._has_scaler
-        found = [x for x in findings_of(shadow) if x.cause != "loss scale" or not is_dynamic]
+        found = [x for x in findings_of(shadow) if x.cause != "loss scale" or not self._is_dynamic]
         if not found and shadow.gradients.bad and self._tries:
             self._tries -= 1
             self._due.insert(0, self.steps + 1)  # the loss scale was being searched
@@ -546,7 +545,7 @@ class TrainingWatch(Training, Observer):
     @guarded
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Count a step of a gradient scaler, taken or skipped."""
-        self._has_scaler = True
+        self._has_scaler = self._is_dynamic = True
         if name == "step":
             self._count(given)
         self._scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None
