@@ -211,12 +211,10 @@ class Shadow(Observer):
     @guarded
     def step_ends(self, attached: Any) -> None:
         """Take for exact what kernels of this library wrote, which no mode sees."""
-        for group in attached.optimizer.param_groups:
-            for master in group["params"]:
-                for x in (master, *floats_in(attached.optimizer.state.get(master, {}))):
-                    self.memories.forget(x)
-        for parameter in attached.gradients.parameters.models:
-            self.memories.forget(parameter)
+        params = [group["params"] for group in attached.optimizer.param_groups]
+        states = list(attached.optimizer.state.values())
+        for x in floats_in((params, states, list(attached.gradients.parameters.models))):
+            self.memories.forget(x)
 
     # Each op.
 
