@@ -37,9 +37,6 @@ KEPT = 2**31
 """How many bytes of inputs are kept; beyond, those of the oldest ops are dropped."""
 
 
-NOBODY = Owned()
-
-
 @dataclass(eq=False)
 class Value:
     """A floating tensor at the moment when an op read it.
@@ -83,7 +80,7 @@ class Memory:
 
     key: int
     reference: Any
-    owned: Owned = NOBODY
+    owned: Owned = field(default_factory=Owned)
     made: int = 0
     bad: int = 0
     is_new: bool = False

@@ -236,8 +236,8 @@ def open_modes() -> list[Any]:
     A default device is none of them: torch enters and leaves it below all others.
     """
     functions: Any = _get_current_function_mode_stack
-    dispatches: Any = _get_current_dispatch_mode_stack
-    return [mode for mode in (*functions(), *dispatches()) if not isinstance(mode, DeviceContext)]
+    modes = *functions(), *_get_current_dispatch_mode_stack()
+    return [mode for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def file_of_caller() -> str:
