@@ -7,7 +7,6 @@ that was there before the watch is widened when it is first read. A complex numb
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,16 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, Owned
-from amp.diagnosis.twins import (
-    CANNOT_RUN,
-    as_real,
-    fresh_in,
-    has_twin,
-    is_float,
-    largest,
-    run_wide,
-    written_by,
-)
+from amp.diagnosis.twins import CANNOT_RUN, as_real, fresh_in, has_twin, is_float, run_wide, written_by
 
 _WeakReference: Any = StorageWeakRef
 KEPT = 2**31
@@ -205,27 +195,6 @@ def results_from(op: Op, of: Callable[..., Tensor]) -> list[Tensor]:
         return []
     written = written_by(op.func, args, kwargs)
     return [*written, *fresh_in(result, written)]
-
-
-def largest_from_inputs(op: Op, wrong: list[Tensor]) -> float | None:
-    """Return the largest magnitude of an op's results in FP64 from its own inputs.
-
-    Args:
-        op: the op.
-        wrong: which elements of its results count; if none do, all count.
-
-    Returns:
-        The magnitude; inf or NaN if the result is not finite in FP64 either, and none that is too large
-        for the op's format is. None for an op that cannot be run again.
-    """
-    results = results_from(op, lambda x: x.real.to(x.exact.dtype))
-    if results and op.bad.is_wrong:
-        results = [y[at] for y, at in zip(results, wrong, strict=True)]
-        results = [y for y in results if y.numel()]
-        most = max([largest(torch.where(y.isfinite(), y, 0.0)) for y in results], default=0.0)
-        if op.gives is not None and most > torch.finfo(op.gives).max:
-            return most
-    return max(map(largest, results), key=lambda x: (math.isnan(x), x), default=None)
 
 
 def own_part(x: Any) -> Tensor:

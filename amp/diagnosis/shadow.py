@@ -35,17 +35,8 @@ from amp.diagnosis.findings import short_path
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
-from amp.diagnosis.memories import Memories, Value, inputs_of, largest_from_inputs, own_part
-from amp.diagnosis.places import (
-    Hook,
-    Place,
-    Places,
-    is_called_by_amp,
-    modules_of,
-    named_in,
-    session_of,
-    user_line,
-)
+from amp.diagnosis.memories import Memories, Value, inputs_of, own_part, results_from
+from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, named_in, session_of, user_line
 from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source, origin
 from amp.diagnosis.seen_gradients import SeenGradients
 from amp.diagnosis.twins import (
@@ -117,7 +108,7 @@ class Shadow(Observer):
         }
         self._places = Places(models, self)
         self._called: set[int] = set()  # the ids of the models whose first forward has begun
-        self._in_fp8 = {name for name, x in modules_of(models).items() if "_amp_fp8" in vars(x)}
+        self._in_fp8 = {x for x, each in named_in(models, "named_modules") if "_amp_fp8" in vars(each)}
         self._is_stepping = False
         self._open = ExitStack()
 
@@ -296,9 +287,26 @@ class Shadow(Observer):
         if op.aten in MOVES or op.is_bad or not isinstance(args[0] if args else None, (list, tuple)):
             self.memories.keep(op, args, kwargs, values, outputs)
         if op.is_bad and (op.is_root or op.bad.is_wrong) and not op.is_constant:
-            wrong = [wrong_in(x, self.memories.twin(x)) for x in outputs]
-            op.bad.value = largest_from_inputs(op, wrong)
+            op.bad.value = self._largest_from_inputs(op, outputs)
         return True
+
+    def _largest_from_inputs(self, op: Op, outputs: list[Tensor]) -> float | None:
+        """Return the largest magnitude of an op's results in FP64 from its own inputs.
+
+        If elements of its results are not finite and are in their twins, only these count.
+
+        Returns:
+            The magnitude; inf or NaN if the result is not finite in FP64 either, and none that is too
+            large for the op's format is. None for an op that cannot be run again.
+        """
+        results = results_from(op, lambda x: x.real.to(x.exact.dtype))
+        if results and op.bad.is_wrong:
+            wrong = (wrong_in(x, self.memories.twin(x)) for x in outputs)
+            results = [y[at] for y, at in zip(results, wrong, strict=True) if bool(at.any())]
+            most = max([largest(torch.where(y.isfinite(), y, 0.0)) for y in results], default=0.0)
+            if op.gives is not None and most > torch.finfo(op.gives).max:
+                return most
+        return max(map(largest, results), key=lambda x: (math.isnan(x), x), default=None)
 
     def _note_lost(
         self, op: Op, values: dict[int, Value], outputs: list[Tensor], written: list[Tensor]
