@@ -13,7 +13,7 @@ from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
 from amp.diagnosis.memories import Value
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, Owned
-from amp.diagnosis.twins import floats_in, largest
+from amp.diagnosis.twins import floats_in, has_minus_inf_alone, largest
 from amp.dtypes import LOW_PRECISION
 
 FAR = 0.2
@@ -112,7 +112,7 @@ class Lost:
         most = largest(x)
         if y.dtype not in LOW_PRECISION or not math.isfinite(most):
             return
-        if most > torch.finfo(y.dtype).max and bool((y[y.isinf()] < 0).all()):
+        if most > torch.finfo(y.dtype).max and has_minus_inf_alone(y):
             self.casts.append(LossyCast(op, name, most, -most, -math.inf))
         elif EXACT_INTEGERS[y.dtype] < most <= EXACT_IN_FP32 and bool((x == x.round()).all()):
             changed = (y.to(x.dtype) != x) & y.isfinite() & (x != -most)  # as -10000 of a mask

@@ -44,6 +44,7 @@ from amp.diagnosis.twins import (
     difference,
     floats_in,
     fresh_in,
+    has_minus_inf_alone,
     has_twin,
     is_finite,
     is_float,
@@ -347,9 +348,7 @@ class Shadow(Observer):
             if made and self.ops[made].is_collective:  # gloo copies its result when it is waited for
                 op.bad.parents.append(made)
                 op.bad.sources.clear()
-            op.bad.is_minus_inf = not op.bad.has_nan and all(
-                bool((x[x.isinf()] < 0).all()) for x in wide
-            )
+            op.bad.is_minus_inf = not op.bad.has_nan and all(map(has_minus_inf_alone, wide))
         for x in outputs:
             self.memories[x].bad = 0
         kinds = {source.owned.kind for source in op.bad.sources}

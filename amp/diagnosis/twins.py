@@ -55,6 +55,11 @@ def is_finite(x: Tensor) -> bool:
     return math.isfinite(largest(x))
 
 
+def has_minus_inf_alone(x: Tensor) -> bool:
+    """Whether all infs of a tensor are negative, as far as its numbers have a sign."""
+    return not x.is_complex() and bool((x[x.isinf()] < 0).all())
+
+
 def wrong_in(real: Tensor, exact: Tensor) -> Tensor:
     """Return which elements of a tensor are inf or NaN, and finite in its twin."""
     return ~computable(real.detach()).isfinite() & exact.isfinite()
