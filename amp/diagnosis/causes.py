@@ -55,10 +55,9 @@ rounding, as that of a bias before a batch norm: nothing is lost with it."""
 def findings_of(shadow: Shadow) -> list[Finding]:
     """Return the findings of a shadow in the order of the data flow; the first is the cause."""
     found: list[tuple[int, Finding]] = []
-    causes = _causes(shadow)
     reached = tuple(shadow.gradients.bad or shadow.bad_weights)
-    if causes:
-        found.append((causes[0].number, replace(_explain(shadow, causes[0]), reached=reached)))
+    if (op := _cause(shadow)) is not None:
+        found.append((op.number, replace(_explain(shadow, op), reached=reached)))
     elif reached:
         what = "gradients are not finite, and none of the ops that were seen made them so"
         todo = "Put the forward, the loss and the backward of one step inside the block."
@@ -76,16 +75,15 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         what = f"the gradient of {name} was written to while it was still scaled"
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
-    for name, (before, scale, file, line) in list(shadow.gradients.mixed.items())[:1]:
+    for name, (before, scale, place) in list(shadow.gradients.mixed.items())[:1]:
         what = f"a gradient scaled by {exact(scale)} was added to one scaled by {exact(before)}"
         todo = "Scale the loss of each backward alike, and unscale gradients only before the step."
-        one = Finding("order", f"{what}, in {name}", todo, "backward", file=file, line=line)
-        found.append((-1, one))
-    if (op := _penalty(shadow)) is not None:  # whose size is no fault of its own
+        found.append((-1, Finding("order", f"{what}, in {name}", todo, "backward", *place)))
+    if (penalty := _penalty(shadow)) is not None:  # whose size is no fault of its own
         what = "the loss is computed of gradients that are still scaled, as in a penalty"
         todo = "Take the gradient of the loss itself, or divide it by the loss scale before it is used."
         found = [x for x in found if x[1].cause not in ("loss scale", "range")]
-        found.append((-1, _finding(op, "order", what, todo)))
+        found.append((-1, _finding(penalty, "order", what, todo)))
     found += [(-1, x) for x in _ruined_buffers(shadow)]
     if not found:
         found += [(0, x) for x in _vanished(shadow)]
@@ -126,24 +124,24 @@ def _ruined_buffers(shadow: Shadow) -> Iterator[Finding]:
             yield Finding("cast", what, todo, module=name.rpartition(".")[0])
 
 
-def _causes(shadow: Shadow) -> list[Op]:
-    """Return the ops that made the gradients inf or NaN, the earliest first."""
+def _cause(shadow: Shadow) -> Op | None:
+    """Return the earliest op that made the gradients inf or NaN, if it was seen."""
     starts = (shadow.gradients.bad_loss, *shadow.gradients.bad.values(), *shadow.bad_weights.values())
     bad = ancestors(shadow.ops, starts, only_bad=True)
     roots = [op for op in bad if (op.is_root or not op.bad.parents) and not op.is_masking]
-    nan = [op.number for op in bad if op.bad.has_nan][:1]
+    nan = [op for op in bad if op.bad.has_nan][:1]
     masks = [cast.op for cast in shadow.lost.casts if cast.is_mask]
     if roots and roots[0] in masks:  # which may leave each row something
-        behind = ancestors(shadow.ops, nan, only_bad=True)
+        behind = ancestors(shadow.ops, [op.number for op in nan], only_bad=True)
         roots = [op for op in behind if op in roots and op not in masks] or roots
     if roots and roots[0].is_constant:  # as in the FP8 scale of a batch that is not finite
         before = (op for op in shadow.ops.values() if op.number < roots[0].number)
         given = [op for op in before if op.bad.sources and not op.bad.is_minus_inf]
         roots = [*given[:1], *roots]
-    if any(op.is_collective for op in roots):  # it is another rank's
-        return [op for op in roots if not op.is_collective]
+    if roots:  # what a collective has made is another rank's
+        return next((op for op in roots if not op.is_collective), None)
     of_masks = [op for op in bad if shadow.gradients.bad_loss and _reduces(op)]  # as a mean over them
-    return roots or [shadow.ops[x] for x in nan] or of_masks[:1]
+    return next(iter([*nan, *of_masks]), None)
 
 
 def _reduces(op: Op) -> bool:
@@ -162,9 +160,8 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
             return _of_cast(shadow, cast)
     is_nan_of_inf = op.bad.has_nan and bool(op.bad.parents)
     if not op.has_twin and not is_nan_of_inf:
-        what = (
-            f"the result has {'a NaN' if op.bad.has_nan else 'an inf'}, and the op cannot run in FP64"
-        )
+        made = "a NaN" if op.bad.has_nan else "an inf"
+        what = f"the result has {made}, and the op cannot run in FP64"
         return _finding(op, "range", what, advice.keep_wide(op.place, shadow.properties, op.gives))
     if not op.bad.is_wrong:
         return _of_mathematics(shadow, op)
@@ -274,13 +271,10 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
         worst = max([value, *(x.largest for x in alike if math.isfinite(x.largest))])
         most = 2.0 ** math.floor(math.log2(limit * scale / worst))
         becomes = f"a gradient of {_number(value / scale)} becomes {_number(value)}"
-        return _finding(
-            op,
-            "loss scale",
-            f"{becomes} by the loss scale of {exact(scale)}; {ends}",
-            "A dynamic loss scale goes down by itself: a few skipped steps are normal. A static one "
-            f"has to be at most {exact(most)}.",
-        )
+        what = f"{becomes} by the loss scale of {exact(scale)}; {ends}"
+        todo = "A dynamic loss scale goes down by itself: a few skipped steps are normal. "
+        todo += f"A static one has to be at most {exact(most)}."
+        return _finding(op, "loss scale", what, todo)
     shown = "is too large" if value is None else f"is {_number(value)} in FP64"
     if value is not None and not math.isfinite(value):
         what = "the result is not finite, and is with inputs that were never rounded"
@@ -442,10 +436,8 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
     at = f" at {list(source.at)}" if source.at else ""
     if owned.kind == "number":
         assert owned.tensor is not None
-        became = f"{'-' * op.bad.is_minus_inf}inf"
-        what = (
-            f"{owned.name} is made a tensor of {dtype_name(owned.tensor.dtype)}, and becomes {became}"
-        )
+        dtype, became = dtype_name(owned.tensor.dtype), f"{'-' * op.bad.is_minus_inf}inf"
+        what = f"{owned.name} is made a tensor of {dtype}, and becomes {became}"
         todo = "Make the tensor in float32, or take a smaller number."
         if op.bad.is_minus_inf:
             todo = _unmasked(shadow, op)
@@ -460,9 +452,8 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
         return replace(found, value=source.value)
     if owned.kind not in ("weight", "buffer"):
         what = f"{owned.name or 'a tensor that no op of the step has made'} is not finite{at}"
-        return _finding(
-            op, "data", what, "Look at the batch, and skip or mend it. No precision cures it."
-        )
+        todo = "Look at the batch, and skip or mend it. No precision cures it."
+        return _finding(op, "data", what, todo)
     if owned.kind == "weight":
         todo = "It was so before this step: look at how it is initialized or loaded, and diagnose the "
         todo += "earlier steps."

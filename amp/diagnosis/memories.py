@@ -63,7 +63,7 @@ class Memory:
         gradient: the name of the parameter whose gradient it is, or an empty text.
         written: where this gradient was written to since its backward, or None.
         scale: the loss scale of this gradient, or None.
-        mixed: the scales of two gradients whose sum it is, and the line of the second backward.
+        mixed: the scales of two gradients whose sum it is, and the place of the second backward.
         twin: its twin; None until it is read, or if its values are exact.
         readers: the values that ops have read from it since it was last written to.
     """
@@ -77,7 +77,7 @@ class Memory:
     gradient: str = ""
     written: Place | None = None
     scale: float | None = None
-    mixed: tuple[float, float, str, int] | None = None
+    mixed: tuple[float, float, Place] | None = None
     twin: Tensor | None = None
     readers: WeakSet[Value] = field(default_factory=WeakSet)
 
