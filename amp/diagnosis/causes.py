@@ -399,7 +399,7 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
     lines: defaultdict[Any, defaultdict[Any, list[Still]]] = defaultdict(lambda: defaultdict(list))
     for one in worst.values():
         lines[one.dtype, *one.op.place[2:]][one.owned.kind, one.is_decay].append(one)
-    for (dtype, file, line), kinds in lines.items():
+    for kinds in lines.values():
         same = [one for each in kinds.values() for one in each]
         names = {kind for kind, _ in kinds}
         todo = advice.WITH_MASTERS if has_amp else advice.KEEP_MASTERS
@@ -409,15 +409,11 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
             todo = advice.KEEP_WIDE
         if names == {"buffer"}:
             todo = advice.keep_buffers([one.owned.name for one in same], has_amp)
-        yield Finding(
-            "still",
-            f"numbers in {dtype_name(dtype)} stay as they are, although exactly they move:\n  "
-            + "\n  ".join(map(_counted, kinds.values())),
-            todo,
-            *("backward" if names == {"gradient"} else "step", *same[0].op.place[:2], file, line),
-            gives=dtype_name(dtype),
-            value=sum(one.share * one.numbers for one in same),
-        )
+        dtype, phase = dtype_name(same[0].dtype), "backward" if names == {"gradient"} else "step"
+        what = f"numbers in {dtype} stay as they are, although exactly they move:\n  "
+        what += "\n  ".join(map(_counted, kinds.values()))
+        value = sum(one.share * one.numbers for one in same)
+        yield Finding("still", what, todo, phase, *same[0].op.place, gives=dtype, value=value)
 
 
 def _counted(same: list[Still]) -> str:
