@@ -133,8 +133,7 @@ class Training:
         self.autocast_left()
 
     def _apply(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        buffers = module._buffers.items()
-        before = {name: x for name, x in buffers if x is not None and is_float(x)}
+        before = {name: x for name, x in module._buffers.items() if is_float(x)}
         result = original(module, *args, **kwargs)
         self.module_cast(module, before)
         return result

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ CANNOT_RUN = (RuntimeError, TypeError, NotImplementedError)
 """What `run_wide` raises for an op that does not compute in FP64."""
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: Any) -> TypeGuard[Tensor]:
     """Whether something is a dense tensor of floating or complex numbers with values."""
     if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x) or x.is_nested or x._is_zerotensor():
         return False  # the last has no memory: the tangents of constants are zeros without any
