@@ -266,8 +266,8 @@ class TrainingWatch(Training, Observer):
         if called is not None and self.optimizers and (_trains(called) or not self._models):
             around = [x for x in others if any(each is called for each in x.modules())]
             around = around or [called] * (not self._models)
-            more = [x for x in map(unwrapped, around) if x not in self._models]
-            self._models += more  # whose weights the script copies from others
+            # The script may copy their weights from those that the optimizer has.
+            self._models += [x for x in map(unwrapped, around) if x not in self._models]
         if not self._models:
             return
         self._due = [step for step in self._due if step > self.steps + 1]
@@ -381,10 +381,8 @@ class TrainingWatch(Training, Observer):
 
     def _why_nothing(self) -> str:
         """Return why no op was seen, if none was."""
-        if self._hindered_by:
-            return (
-                f"the mode {self._hindered_by} was open, which has to be left before a watch can begin"
-            )
+        if mode := self._hindered_by:
+            return f"the mode {mode} was open, which has to be left before a watch can begin"
         if not self.steps:
             return (
                 "no optimizer of torch has stepped here: put steps by hand into amp.diagnose(model); "
@@ -418,8 +416,8 @@ class TrainingWatch(Training, Observer):
         size = (loss.float() if scale is None else loss.float() / scale).abs()
         size = torch.where(size.isfinite(), size, 0.0)
         first, most = self._sizes.get(loss.device, (nothing, nothing))
-        first = torch.maximum(first, size) if self._backwards <= FIRST else first
-        self._sizes[loss.device] = first, torch.maximum(most, size)
+        most = torch.maximum(most, size)
+        self._sizes[loss.device] = most if self._backwards <= FIRST else first, most
         if self._shadow is None and not self._is_explained:
             known = self._bad_loss.get(loss.device, nothing.long())
             is_known = (known > 0) | loss.isfinite()
