@@ -390,7 +390,7 @@ def _norm_beside(shadow: Shadow, name: str) -> float:
     return math.hypot(*(x.norm for one, x in shadow.gradients.known.items() if one.startswith(prefix)))
 
 
-def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:
+def stands_still(records: Iterable[Still], has_amp: bool) -> Iterator[Finding]:
     """Yield a finding for each line that was to change numbers, and left many of them as they were."""
     worst: dict[Any, Still] = {}  # of several steps
     for one in sorted(records, key=lambda one: one.share):

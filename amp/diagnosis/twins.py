@@ -6,6 +6,7 @@ the twins themselves.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -103,23 +104,19 @@ def run_wide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         torch._foreach_mul_(list(args[0]), args[2].item())
         return None
-    args, kwargs = tree_map(_widened, (tuple(args), kwargs))
-    if func._schema.is_mutable:  # which may write to integers, of which there are no twins
-        args, kwargs = tree_map(_unshared, (args, kwargs))
+    args, kwargs = tree_map(functools.partial(_wide, func), (tuple(args), kwargs))
     if name in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # the third one asks for a result wider than the input
     return func(*args, **kwargs)
 
 
-def _widened(x: Any) -> Any:
-    if not isinstance(x, torch.dtype):
-        return x
-    return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
-
-
-def _unshared(x: Any) -> Any:
+def _wide(func: Any, x: Any) -> Any:
+    """Return what an op takes in FP64 in the place of an argument."""
+    if isinstance(x, torch.dtype):
+        return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
     is_twin = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
-    return x if is_twin else x.clone()
+    # Of integers there are no twins, and the op may write to them.
+    return x if is_twin or not func._schema.is_mutable else x.clone()
 
 
 _NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}
