@@ -169,8 +169,6 @@ class Places(TorchFunctionMode):
             gradient = kwargs.pop("gradient")  # torch passes all by their names
             with self:  # so that calls in recomputed forwards are seen too
                 return torch.autograd.backward(args[0], gradient, **kwargs)
-        if self._thread.function:  # the outermost one counts
-            return func(*args, **kwargs)
         self._thread.function = self._called(func) or ""  # the ops inside get its name
         try:
             result = func(*args, **kwargs)
