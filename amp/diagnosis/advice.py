@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -88,8 +87,7 @@ def with_range(properties: Properties | None) -> str:
     if properties is None or not properties.enabled:
         return ""
     if properties.patch_torch_functions:
-        dtype: Any = properties.patch_torch_functions_type
-        return "O4" if dtype is torch.float16 else ""
+        return "O4" if properties.patch_torch_functions_type is torch.float16 else ""
     return "O5" if properties.cast_model_type is torch.float16 else ""
 
 

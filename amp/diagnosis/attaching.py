@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as module_hooks
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -47,22 +47,17 @@ class Training:
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            leave = functools.partial(module_hooks.register_module_forward_hook, always_call=True)
-            for register, hook in (
-                (module_hooks.register_module_forward_pre_hook, self._enter_module),
-                (leave, self._leave_module),
-                (register_optimizer_step_pre_hook, self._begin_step),
-                (register_optimizer_step_post_hook, self._end_step),
-            ):
-                stack.callback(register(hook).remove)  # type: ignore[arg-type]
+            stack.callback(register_module_forward_pre_hook(self._enter_module).remove)
+            leave = register_module_forward_hook(self._leave_module, always_call=True)
+            stack.callback(leave.remove)
+            stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self.optimizer_stepped).remove)
             replace_in(stack, Optimizer, "__init__", self._make_optimizer)
             replace_in(stack, torch.autograd, "backward", self._backward)
             replace_in(stack, nn.Module, "_apply", self._apply)
             replace_in(stack, torch, "clear_autocast_cache", self._clear_cache)
             for name in ("scale", "unscale_", "step", "update"):
-                replace_in(
-                    stack, torch.amp.GradScaler, name, functools.partial(self._scaler_call, name)
-                )
+                replace_in(stack, torch.amp.GradScaler, name, self._scaler_call)
             self._open = stack.pop_all()
         return self
 
@@ -96,8 +91,8 @@ class Training:
     def optimizer_steps(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step."""
 
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
-        """An optimizer has stepped."""
+    def optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """An optimizer has stepped, with these arguments."""
 
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """A gradient scaler's `scale`, `unscale_`, `step` or `update` has returned."""
@@ -124,9 +119,6 @@ class Training:
         self.follow(optimizer)
         self.optimizer_steps(optimizer)
 
-    def _end_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        self.optimizer_stepped(optimizer)
-
     def _make_optimizer(self, original: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         original(optimizer, *args, **kwargs)
         self.follow(optimizer)
@@ -141,13 +133,12 @@ class Training:
         self.autocast_left()
 
     def _apply(self, original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        buffers = module._buffers.items()
-        before = {name: x for name, x in buffers if x is not None and is_float(x)}
+        before = {name: x for name, x in module._buffers.items() if is_float(x)}
         result = original(module, *args, **kwargs)
         self.module_cast(module, before)
         return result
 
-    def _scaler_call(self, name: str, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    def _scaler_call(self, original: Any, scaler: Any, *args: Any, **kwargs: Any) -> Any:
         if not scaler.is_enabled():
             return original(scaler, *args, **kwargs)
         was, self.is_in_scaler = self.is_in_scaler, True
@@ -155,7 +146,8 @@ class Training:
             result = original(scaler, *args, **kwargs)
         finally:
             self.is_in_scaler = was
-        self.scaler_called(name, scaler, next(iter((*args, *kwargs.values())), None), result)
+        given = next(iter((*args, *kwargs.values())), None)
+        self.scaler_called(original.__name__, scaler, given, result)
         return result
 
 

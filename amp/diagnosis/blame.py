@@ -8,7 +8,6 @@ goes on to the op that made the value. A value is put wherever the ops up to the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import defaultdict
@@ -21,7 +20,7 @@ from torch import Tensor
 from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.records import MOVES, Op, ancestors
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import CANNOT_RUN, as_real, difference, has_twin, is_finite
+from amp.diagnosis.twins import as_real, difference, has_twin, is_finite
 
 LONGEST = 64
 """How many ops a walk passes at most."""
@@ -49,34 +48,6 @@ class Loss:
     after: float
 
 
-def lost_before(shadow: Shadow, op: Op, known: Iterable[Loss] = ()) -> Loss | None:
-    """Return where the digits were lost that ruin the result of an op, or None if that is not found.
-
-    It may be one of the `known` losses, which are tried first.
-    """
-    walk, at = _Walk(shadow, op), op
-    for loss in known:
-        if walk.ruins(loss.value, loss.value.rounded):
-            return loss
-    for _ in range(LONGEST):
-        guilty = walk.guilty_of(at)
-        if guilty is None:
-            return None
-        made = shadow.ops.get(guilty.made)
-        is_moved = made is not None and made.args is not None and made.aten in MOVES
-        if not is_moved and walk.ruins(guilty, guilty.rounded):
-            return walk.earliest(guilty, at)
-        if made is None or made.args is None:
-            return None
-        at = made
-    return None
-
-
-def is_finite_if_filled(shadow: Shadow, op: Op) -> bool:
-    """Whether a result is finite if what a mask sets to -inf is the least number of its format."""
-    return _Walk(shadow, op).is_finite_if_filled()
-
-
 _Version = tuple[int, int]
 """What a memory holds between two writes: the memory's key, and the number of the op that wrote it."""
 
@@ -85,11 +56,38 @@ def _version(value: Value) -> _Version:
     return value.memory.key, value.made
 
 
-class _Walk:
-    """A walk from an op whose result is wrong."""
+class Walk:
+    """A walk from an op whose result is wrong.
+
+    Args:
+        shadow: the shadow that has seen the op.
+        op: the op.
+    """
 
     def __init__(self, shadow: Shadow, op: Op) -> None:
         self._shadow, self._op = shadow, op
+
+    def loss(self, known: Iterable[Loss] = ()) -> Loss | None:
+        """Return where the digits were lost that ruin the result, or None if that is not found.
+
+        It may be one of the `known` losses, which are tried first.
+        """
+        for loss in known:
+            if self._is_ruined_by(loss.value):
+                return loss
+        at = self._op
+        for _ in range(LONGEST):
+            guilty = self._worst(at, lambda x: x.real.to(x.exact.dtype)) if has_twin(at.func) else None
+            if guilty is None:
+                return None
+            made = self._shadow.ops.get(guilty.made)
+            is_moved = made is not None and made.args is not None and made.aten in MOVES
+            if not is_moved and self._is_ruined_by(guilty):
+                return self._earliest(guilty, at)
+            if made is None:
+                return None
+            at = made
+        return None
 
     @functools.cached_property
     def _before(self) -> list[tuple[Op, set[_Version]]]:
@@ -102,33 +100,24 @@ class _Walk:
     def _exact(self) -> list[Tensor]:
         return results_from(self._op, lambda x: x.exact)
 
-    def guilty_of(self, at: Op) -> Value | None:
-        """Return the input of an op whose own values ruin the result most, if any do."""
-        if at.args is None or not has_twin(at.func):
-            return None
-        return self._worst(at, lambda x: x.real.to(x.exact.dtype))
-
     def _worst(self, at: Op, other: Callable[[Value], Tensor]) -> Value | None:
         """Return the input of an op that ruins the result most with other values, if any does."""
         harms = [(self._harm(x, other(x)), x) for x in inputs_of(at)]
         most, worst = max(harms, key=lambda each: each[0], default=(0.0, None))
         return worst if self._is_ruin(most) else None
 
-    def ruins(self, value: Value, replaced: Tensor) -> bool:
-        """Whether other values in the place of a value ruin the result."""
-        return self._is_ruin(self._harm(value, replaced))
+    def _is_ruined_by(self, value: Value) -> bool:
+        """Whether the result is ruined by what the format of a value makes of it."""
+        return self._is_ruin(self._harm(value, value.rounded))
 
-    def earliest(self, value: Value, taken: Op) -> Loss:
+    def _earliest(self, value: Value, taken: Op) -> Loss:
         """Return the loss in the first value that its format ruins: wider ones after it are no cure."""
         while True:
             made = self._shadow.ops.get(value.made)
-            if made is None or made.args is None:
-                break
-            worst = self._worst(made, lambda x: x.rounded)
-            if worst is None:
-                break
+            worst = None if made is None else self._worst(made, lambda x: x.rounded)
+            if made is None or worst is None:
+                return _classified(value, made, taken)
             value, taken = worst, made
-        return _classified(value, made, taken)
 
     def _is_ruin(self, harm: float) -> bool:
         return math.isinf(harm) if self._op.is_bad else harm > self._op.error / 3
@@ -160,16 +149,15 @@ class _Walk:
         for value, other in replaced:
             changed[_version(value)].append((as_real(value.exact), as_real(other)))
         first, found = min((made for _, made in changed), default=0), list[Tensor]()
-        try:
-            for op, read in self._before:
-                if op.number > first and not changed.keys().isdisjoint(read):
-                    found = results_from(op, lambda x: _overlaid(x.exact, changed.get(_version(x), [])))
-                    for (key, placed), y in zip(op.outputs, found, strict=True):
-                        earlier = [part for at in read if at[0] == key for part in changed.get(at, [])]
-                        if (key, op.number) not in changed:
-                            changed[key, op.number] = [*earlier, (placed, as_real(y))]
-        except CANNOT_RUN:
-            return []
+        for op, read in self._before:
+            if op.number > first and not changed.keys().isdisjoint(read):
+                found = results_from(op, lambda x: _overlaid(x.exact, changed.get(_version(x), [])))
+                if len(found) != len(op.outputs):  # it cannot run again
+                    return []
+                for (key, placed), y in zip(op.outputs, found, strict=True):
+                    earlier = [part for at in read if at[0] == key for part in changed.get(at, [])]
+                    if (key, op.number) not in changed:
+                        changed[key, op.number] = [*earlier, (placed, as_real(y))]
         return found if any(made == self._op.number for _, made in changed) else []
 
 
@@ -202,8 +190,6 @@ def _classified(value: Value, made: Op | None, taken: Op) -> Loss:
         cause, which = "cast", changed
     else:
         cause, which = "cancellation" if taken.aten in _SUBTRACTIONS else "rounding", changed
-    if not bool(which.any()):
-        return Loss(cause, value, made, taken, math.nan, math.nan)
     worst = torch.where(which, _harms(value, taken), -1.0).argmax()
     before, after = exact.flatten()[worst], rounded.flatten()[worst]
     return Loss(cause, value, made, taken, before.item(), after.item())
@@ -215,9 +201,8 @@ def _harms(value: Value, taken: Op) -> Tensor:
     If the op makes nothing of the same size, return how large the elements are.
     """
     exact = as_real(value.exact)
-    with contextlib.suppress(*CANNOT_RUN):
-        others = results_from(taken, lambda x: x.rounded if x is value else x.exact)
-        for after, before in zip(others, results_from(taken, lambda x: x.exact), strict=True):
-            if before.shape == exact.shape:
-                return ((after - before) / before).abs().nan_to_num(math.inf)
+    others = results_from(taken, lambda x: x.rounded if x is value else x.exact)
+    for after, before in zip(others, results_from(taken, lambda x: x.exact), strict=True):
+        if before.shape == exact.shape:
+            return ((after - before) / before).abs().nan_to_num(math.inf)
     return exact.abs()

@@ -22,14 +22,14 @@ from torch.utils._pytree import tree_leaves
 
 from amp.casting.cast_hooks import EXACT_INTEGERS, can_ruin, ruined_by_cast
 from amp.diagnosis import advice
-from amp.diagnosis.blame import Loss, is_finite_if_filled, lost_before
+from amp.diagnosis.blame import Loss, Walk
 from amp.diagnosis.findings import Finding, exact, listed, one_a_rule, rule_for
-from amp.diagnosis.lost import LossyCast, LostScalar, Still
+from amp.diagnosis.lost import LossyCast, Still
 from amp.diagnosis.memories import Value, inputs_of, results_from
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, ancestors
 from amp.diagnosis.shadow import Shadow
-from amp.diagnosis.twins import CANNOT_RUN, is_finite, largest
+from amp.diagnosis.twins import is_finite, largest
 from amp.dtypes import LOW_PRECISION, dtype_name
 from amp.profiles.properties import excepting
 
@@ -55,10 +55,9 @@ rounding, as that of a bias before a batch norm: nothing is lost with it."""
 def findings_of(shadow: Shadow) -> list[Finding]:
     """Return the findings of a shadow in the order of the data flow; the first is the cause."""
     found: list[tuple[int, Finding]] = []
-    causes = _causes(shadow)
     reached = tuple(shadow.gradients.bad or shadow.bad_weights)
-    if causes:
-        found.append((causes[0].number, replace(_explain(shadow, causes[0]), reached=reached)))
+    if (op := _cause(shadow)) is not None:
+        found.append((op.number, replace(_explain(shadow, op), reached=reached)))
     elif reached:
         what = "gradients are not finite, and none of the ops that were seen made them so"
         todo = "Put the forward, the loss and the backward of one step inside the block."
@@ -76,16 +75,15 @@ def findings_of(shadow: Shadow) -> list[Finding]:
         what = f"the gradient of {name} was written to while it was still scaled"
         todo = advice.after_unscaling(shadow.properties)
         found.append((-1, Finding("order", what, todo, "backward", *place)))
-    for name, (before, scale, file, line) in list(shadow.gradients.mixed.items())[:1]:
+    for name, (before, scale, place) in list(shadow.gradients.mixed.items())[:1]:
         what = f"a gradient scaled by {exact(scale)} was added to one scaled by {exact(before)}"
         todo = "Scale the loss of each backward alike, and unscale gradients only before the step."
-        one = Finding("order", f"{what}, in {name}", todo, "backward", file=file, line=line)
-        found.append((-1, one))
-    if (op := _penalty(shadow)) is not None:  # whose size is no fault of its own
+        found.append((-1, Finding("order", f"{what}, in {name}", todo, "backward", *place)))
+    if (penalty := _penalty(shadow)) is not None:  # whose size is no fault of its own
         what = "the loss is computed of gradients that are still scaled, as in a penalty"
         todo = "Take the gradient of the loss itself, or divide it by the loss scale before it is used."
         found = [x for x in found if x[1].cause not in ("loss scale", "range")]
-        found.append((-1, _finding(op, "order", what, todo)))
+        found.append((-1, _finding(penalty, "order", what, todo)))
     found += [(-1, x) for x in _ruined_buffers(shadow)]
     if not found:
         found += [(0, x) for x in _vanished(shadow)]
@@ -126,24 +124,24 @@ def _ruined_buffers(shadow: Shadow) -> Iterator[Finding]:
             yield Finding("cast", what, todo, module=name.rpartition(".")[0])
 
 
-def _causes(shadow: Shadow) -> list[Op]:
-    """Return the ops that made the gradients inf or NaN, the earliest first."""
+def _cause(shadow: Shadow) -> Op | None:
+    """Return the earliest op that made the gradients inf or NaN, if it was seen."""
     starts = (shadow.gradients.bad_loss, *shadow.gradients.bad.values(), *shadow.bad_weights.values())
     bad = ancestors(shadow.ops, starts, only_bad=True)
     roots = [op for op in bad if (op.is_root or not op.bad.parents) and not op.is_masking]
-    nan = [op.number for op in bad if op.bad.has_nan][:1]
+    nan = [op for op in bad if op.bad.has_nan][:1]
     masks = [cast.op for cast in shadow.lost.casts if cast.is_mask]
     if roots and roots[0] in masks:  # which may leave each row something
-        behind = ancestors(shadow.ops, nan, only_bad=True)
+        behind = ancestors(shadow.ops, [op.number for op in nan], only_bad=True)
         roots = [op for op in behind if op in roots and op not in masks] or roots
     if roots and roots[0].is_constant:  # as in the FP8 scale of a batch that is not finite
         before = (op for op in shadow.ops.values() if op.number < roots[0].number)
         given = [op for op in before if op.bad.sources and not op.bad.is_minus_inf]
         roots = [*given[:1], *roots]
-    if any(op.is_collective for op in roots):  # it is another rank's
-        return [op for op in roots if not op.is_collective]
+    if roots:  # what a collective has made is another rank's
+        return next((op for op in roots if not op.is_collective), None)
     of_masks = [op for op in bad if shadow.gradients.bad_loss and _reduces(op)]  # as a mean over them
-    return roots or [shadow.ops[x] for x in nan] or of_masks[:1]
+    return next(iter([*nan, *of_masks]), None)
 
 
 def _reduces(op: Op) -> bool:
@@ -162,16 +160,15 @@ def _explain(shadow: Shadow, op: Op) -> Finding:
             return _of_cast(shadow, cast)
     is_nan_of_inf = op.bad.has_nan and bool(op.bad.parents)
     if not op.has_twin and not is_nan_of_inf:
-        what = (
-            f"the result has {'a NaN' if op.bad.has_nan else 'an inf'}, and the op cannot run in FP64"
-        )
+        made = "a NaN" if op.bad.has_nan else "an inf"
+        what = f"the result has {made}, and the op cannot run in FP64"
         return _finding(op, "range", what, advice.keep_wide(op.place, shadow.properties, op.gives))
     if not op.bad.is_wrong:
         return _of_mathematics(shadow, op)
     if not op.is_too_large:
-        loss = lost_before(shadow, op)
+        loss = Walk(shadow, op).loss()
         if (lost := _constant_behind(shadow, op, loss)) is not None:
-            return _of_eps(shadow, op, lost)
+            return _of_eps(shadow, op, *lost)
         if loss is not None:
             return _of_loss(shadow, op, loss)
     return _of_range(shadow, op)
@@ -205,7 +202,8 @@ def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
         names = op.place.op.rpartition(".")[2].strip("_"), op.aten
         inside = next((advice.EPS_INSIDE[name] for name in names if name in advice.EPS_INSIDE), "")
         todo = "Look at the numbers that go in: a logarithm, root or division of 0 or less"
-        if inside and (op.phase == "backward" or _is_finite_with_eps(op)):
+        results = results_from(op, lambda x: x.exact + 1e-6)
+        if inside and (op.phase == "backward" or (results and all(map(is_finite, results)))):
             todo = f"Keep it finite by an eps inside, as in {inside}"
         todo += ". No precision cures it."
     if one_call := _in_one_call(shadow, op):
@@ -213,18 +211,12 @@ def _of_mathematics(shadow: Shadow, op: Op) -> Finding:
     return _finding(op, "mathematics", what, todo)
 
 
-def _is_finite_with_eps(op: Op) -> bool:
-    try:
-        return all(map(is_finite, results_from(op, lambda x: x.exact + 1e-6)))
-    except CANNOT_RUN:
-        return False
-
-
-def _unmasked(shadow: Shadow, nan: Op) -> str:
-    """Return how to mask so that NaN does not come of it."""
+def _unmasked(shadow: Shadow, op: Op) -> str:
+    """Return how to mask so that NaN does not come of it, in the result of an op or of a later one."""
+    nan = next((x for x in shadow.ops.values() if x.bad.has_nan and x.number >= op.number), op)
     bad = ancestors(shadow.ops, [nan.number], only_bad=True)
     dtypes = [op.gives for op in bad if op.bad.is_minus_inf and op.gives is not None]
-    if not dtypes or not is_finite_if_filled(shadow, nan):
+    if not dtypes or not Walk(shadow, nan).is_finite_if_filled():
         return advice.UNMASK
     return advice.filled(min(dtypes, key=lambda dtype: torch.finfo(dtype).max))
 
@@ -235,23 +227,17 @@ def _is_mask(x: torch.Tensor, limit: float) -> bool:
     return low.numel() > 1 and bool((low == low[0]).all())
 
 
-def _first_nan(shadow: Shadow, op: Op) -> Op:
-    """Return the first op with a NaN after one, or the same if there is none."""
-    return next((x for x in shadow.ops.values() if x.bad.has_nan and x.number > op.number), op)
-
-
-def _of_eps(shadow: Shadow, op: Op, lost: LostScalar) -> Finding:
-    at = _where(lost.place)
-    what = f"{lost.value!r} is 0 in float16 ({at}), and does not keep the result from infinity"
+def _of_eps(shadow: Shadow, op: Op, eps: float, place: Place) -> Finding:
+    what = f"{eps!r} is 0 in float16 ({_where(place)}), and does not keep the result from infinity"
     keep = advice.keep_wide(op.place, shadow.properties)
-    todo = f"Take at least {2.0**-14:.1e} in the place of {lost.value!r}. Or:\n{keep}"
+    todo = f"Take at least {2.0**-14:.1e} in the place of {eps!r}. Or:\n{keep}"
     if op.phase == "step":
         todo = "Give the optimizer eps=1e-4, or float32 parameters or masters."
     return _finding(op, "eps", what, todo)
 
 
-def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> LostScalar | None:
-    """Return the small constant that became 0, and is why the result of an op is not finite, if any."""
+def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> tuple[float, Place] | None:
+    """Return the small constant that became 0 and is why a result is not finite, and where, if any."""
     if loss is not None and loss.cause != "underflow":
         return None
     made = [] if loss is None or loss.made is None else [loss.made]
@@ -261,9 +247,9 @@ def _constant_behind(shadow: Shadow, op: Op, loss: Loss | None) -> LostScalar | 
         for x in tree_leaves((made[0].args, made[0].kwargs)):
             number = _only_number(x)
             if loss.before / 2 <= number <= loss.before * 1.001:
-                return LostScalar(made[0].place, number)
+                return number, made[0].place
         made = [shadow.ops[x] for x in made[0].parents]
-    return next((x for x in shadow.lost.scalars if x.place.module == op.place.module), None)
+    return next((x for x in shadow.lost.scalars if x[1].module == op.place.module), None)
 
 
 def _only_number(x: Any) -> float:
@@ -285,13 +271,10 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
         worst = max([value, *(x.largest for x in alike if math.isfinite(x.largest))])
         most = 2.0 ** math.floor(math.log2(limit * scale / worst))
         becomes = f"a gradient of {_number(value / scale)} becomes {_number(value)}"
-        return _finding(
-            op,
-            "loss scale",
-            f"{becomes} by the loss scale of {exact(scale)}; {ends}",
-            "A dynamic loss scale goes down by itself: a few skipped steps are normal. A static one "
-            f"has to be at most {exact(most)}.",
-        )
+        what = f"{becomes} by the loss scale of {exact(scale)}; {ends}"
+        todo = "A dynamic loss scale goes down by itself: a few skipped steps are normal. "
+        todo += f"A static one has to be at most {exact(most)}."
+        return _finding(op, "loss scale", what, todo)
     shown = "is too large" if value is None else f"is {_number(value)} in FP64"
     if value is not None and not math.isfinite(value):
         what = "the result is not finite, and is with inputs that were never rounded"
@@ -307,7 +290,7 @@ def _of_range(shadow: Shadow, op: Op) -> Finding:
     if is_scaled:
         todo = f"Make the loss or its scale smaller: a mean instead of a sum. Or:\n{todo}"
     if "add" in op.aten and any(_is_mask(x.real, limit) for x in inputs_of(op)):  # one of two masks
-        todo = f"{_unmasked(shadow, _first_nan(shadow, op))} Or:\n{todo}"
+        todo = f"{_unmasked(shadow, op)} Or:\n{todo}"
     return _finding(op, "range", f"{subject} {shown}; {ends}", todo)
 
 
@@ -385,7 +368,7 @@ def _far_off(shadow: Shadow, is_forward: bool) -> list[tuple[int, Finding]]:
         is_noise = op.phase == "backward" and (is_forward or not is_whole)
         if op.is_bad or op.error <= max(FAR, WORSE * before) or is_noise:
             continue
-        loss = lost_before(shadow, op, known)
+        loss = Walk(shadow, op).loss(known)
         if loss is None and op.phase == "forward" and op.gives is torch.float32:
             what = f"it computes with too few digits: the result is {op.error:.0%} off that in FP64"
             found[op.place] = op.number, _finding(op, "cancellation", what, advice.ITSELF)
@@ -407,7 +390,7 @@ def _norm_beside(shadow: Shadow, name: str) -> float:
     return math.hypot(*(x.norm for one, x in shadow.gradients.known.items() if one.startswith(prefix)))
 
 
-def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Finding]:
+def stands_still(records: Iterable[Still], has_amp: bool) -> Iterator[Finding]:
     """Yield a finding for each line that was to change numbers, and left many of them as they were."""
     worst: dict[Any, Still] = {}  # of several steps
     for one in sorted(records, key=lambda one: one.share):
@@ -416,7 +399,7 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
     lines: defaultdict[Any, defaultdict[Any, list[Still]]] = defaultdict(lambda: defaultdict(list))
     for one in worst.values():
         lines[one.dtype, *one.op.place[2:]][one.owned.kind, one.is_decay].append(one)
-    for (dtype, file, line), kinds in lines.items():
+    for kinds in lines.values():
         same = [one for each in kinds.values() for one in each]
         names = {kind for kind, _ in kinds}
         todo = advice.WITH_MASTERS if has_amp else advice.KEEP_MASTERS
@@ -426,15 +409,11 @@ def stands_still(records: Iterable[Still], has_amp: bool = False) -> Iterator[Fi
             todo = advice.KEEP_WIDE
         if names == {"buffer"}:
             todo = advice.keep_buffers([one.owned.name for one in same], has_amp)
-        yield Finding(
-            "still",
-            f"numbers in {dtype_name(dtype)} stay as they are, although exactly they move:\n  "
-            + "\n  ".join(map(_counted, kinds.values())),
-            todo,
-            *("backward" if names == {"gradient"} else "step", *same[0].op.place[:2], file, line),
-            gives=dtype_name(dtype),
-            value=sum(one.share * one.numbers for one in same),
-        )
+        dtype, phase = dtype_name(same[0].dtype), "backward" if names == {"gradient"} else "step"
+        what = f"numbers in {dtype} stay as they are, although exactly they move:\n  "
+        what += "\n  ".join(map(_counted, kinds.values()))
+        value = sum(one.share * one.numbers for one in same)
+        yield Finding("still", what, todo, phase, *same[0].op.place, gives=dtype, value=value)
 
 
 def _counted(same: list[Still]) -> str:
@@ -453,13 +432,11 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
     at = f" at {list(source.at)}" if source.at else ""
     if owned.kind == "number":
         assert owned.tensor is not None
-        became = f"{'-' * op.bad.is_minus_inf}inf"
-        what = (
-            f"{owned.name} is made a tensor of {dtype_name(owned.tensor.dtype)}, and becomes {became}"
-        )
+        dtype, became = dtype_name(owned.tensor.dtype), f"{'-' * op.bad.is_minus_inf}inf"
+        what = f"{owned.name} is made a tensor of {dtype}, and becomes {became}"
         todo = "Make the tensor in float32, or take a smaller number."
         if op.bad.is_minus_inf:
-            todo = _unmasked(shadow, _first_nan(shadow, op))
+            todo = _unmasked(shadow, op)
         return replace(_finding(op, "cast", what, todo), value=source.value)
     if source.value is not None:
         dtype, limit = dtype_name(op.takes[0]), torch.finfo(op.takes[0]).max
@@ -471,9 +448,8 @@ def _of_source(shadow: Shadow, op: Op) -> Finding:
         return replace(found, value=source.value)
     if owned.kind not in ("weight", "buffer"):
         what = f"{owned.name or 'a tensor that no op of the step has made'} is not finite{at}"
-        return _finding(
-            op, "data", what, "Look at the batch, and skip or mend it. No precision cures it."
-        )
+        todo = "Look at the batch, and skip or mend it. No precision cures it."
+        return _finding(op, "data", what, todo)
     if owned.kind == "weight":
         todo = "It was so before this step: look at how it is initialized or loaded, and diagnose the "
         todo += "earlier steps."
@@ -531,7 +507,7 @@ def _of_cast(shadow: Shadow, cast: LossyCast) -> Finding:
     dtype = dtype_name(gives)
     if cast.is_mask:
         what = f"{name} was cast to {dtype}, and {cast.before:g} became -inf"
-        todo = _unmasked(shadow, _first_nan(shadow, op))
+        todo = _unmasked(shadow, op)
     else:
         became = f"{exact(cast.before)} became {exact(cast.after)}"
         if cast.before == cast.after:

@@ -13,24 +13,12 @@ from amp.casting.cast_hooks import EXACT_IN_FP32, EXACT_INTEGERS
 from amp.diagnosis.memories import Value
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, Owned
-from amp.diagnosis.twins import floats_in, largest
+from amp.diagnosis.twins import floats_in, has_minus_inf_alone, largest
 from amp.dtypes import LOW_PRECISION
 
 FAR = 0.2
 """How far off a count is named: most uses bear less."""
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
-
-
-class LostScalar(NamedTuple):
-    """A Python number among the arguments of an op, which is 0 in float16, as its tensor is.
-
-    Attributes:
-        place: where the op was called.
-        value: the number.
-    """
-
-    place: Place
-    value: float
 
 
 class LossyCast(NamedTuple):
@@ -85,13 +73,14 @@ class Lost:
     """Numbers that ops have lost.
 
     Attributes:
-        scalars: Python numbers that became 0.
+        scalars: Python numbers among the arguments of ops that are 0 in float16, as their tensors are,
+            and where these ops were called.
         casts: casts that changed integers or masks.
         still: tensors that an op was to change, and did not, by memory and op.
     """
 
     def __init__(self) -> None:
-        self.scalars: list[LostScalar] = []
+        self.scalars: list[tuple[float, Place]] = []
         self.casts: list[LossyCast] = []
         self.still: dict[tuple[int, str], Still] = {}
 
@@ -116,14 +105,14 @@ class Lost:
         is_by_element = torch.Tag.pointwise in func.tags or re.search("fill|_foreach_", func.name())
         if is_half and is_by_element and func.overloadpacket.__name__ not in _COMPARISONS:
             small = [x for x in args if isinstance(x, float) and 0 < abs(x) <= 2.0**-25]
-            self.scalars += [LostScalar(place, x) for x in small]
+            self.scalars += [(x, place) for x in small]
 
     def note_cast(self, op: Op, name: str, y: Tensor, x: Tensor) -> None:
         """Note integers that a cast or a range has rounded to 16 bits, and masks that are -inf now."""
         most = largest(x)
         if y.dtype not in LOW_PRECISION or not math.isfinite(most):
             return
-        if most > torch.finfo(y.dtype).max and bool((y[y.isinf()] < 0).all()):
+        if most > torch.finfo(y.dtype).max and has_minus_inf_alone(y):
             self.casts.append(LossyCast(op, name, most, -most, -math.inf))
         elif EXACT_INTEGERS[y.dtype] < most <= EXACT_IN_FP32 and bool((x == x.round()).all()):
             changed = (y.to(x.dtype) != x) & y.isfinite() & (x != -most)  # as -10000 of a mask

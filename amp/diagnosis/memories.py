@@ -7,7 +7,6 @@ that was there before the watch is widened when it is first read. A complex numb
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,23 +20,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from amp.diagnosis.places import Place
 from amp.diagnosis.records import Op, Owned
-from amp.diagnosis.twins import (
-    CANNOT_RUN,
-    as_real,
-    fresh_in,
-    has_twin,
-    is_float,
-    largest,
-    run_wide,
-    written_by,
-)
+from amp.diagnosis.twins import CANNOT_RUN, as_real, fresh_in, has_twin, is_float, run_wide, written_by
 
 _WeakReference: Any = StorageWeakRef
 KEPT = 2**31
 """How many bytes of inputs are kept; beyond, those of the oldest ops are dropped."""
-
-
-NOBODY = Owned()
 
 
 @dataclass(eq=False)
@@ -76,21 +63,21 @@ class Memory:
         gradient: the name of the parameter whose gradient it is, or an empty text.
         written: where this gradient was written to since its backward, or None.
         scale: the loss scale of this gradient, or None.
-        mixed: the scales of two gradients whose sum it is, and the line of the second backward.
+        mixed: the scales of two gradients whose sum it is, and the place of the second backward.
         twin: its twin; None until it is read, or if its values are exact.
         readers: the values that ops have read from it since it was last written to.
     """
 
     key: int
     reference: Any
-    owned: Owned = NOBODY
+    owned: Owned = field(default_factory=Owned)
     made: int = 0
     bad: int = 0
     is_new: bool = False
     gradient: str = ""
     written: Place | None = None
     scale: float | None = None
-    mixed: tuple[float, float, str, int] | None = None
+    mixed: tuple[float, float, Place] | None = None
     twin: Tensor | None = None
     readers: WeakSet[Value] = field(default_factory=WeakSet)
 
@@ -197,41 +184,17 @@ def inputs_of(op: Op) -> list[Value]:
 
 
 def results_from(op: Op, of: Callable[..., Tensor]) -> list[Tensor]:
-    """Return the results of an op, of which its inputs were kept, on other values in FP64.
-
-    Raises:
-        Exception: one of `CANNOT_RUN`.
-    """
-    args, kwargs = tree_map(
-        lambda x: of(x).clone() if isinstance(x, Value) else x, (op.args, op.kwargs)
-    )
-    result = run_wide(op.func, args, kwargs)
+    """Return the floating results of an op on other values in FP64; none if it cannot run again."""
+    if op.args is None or not has_twin(op.func):
+        return []
+    given = op.args, op.kwargs
+    try:
+        args, kwargs = tree_map(lambda x: of(x).clone() if isinstance(x, Value) else x, given)
+        result = run_wide(op.func, args, kwargs)
+    except CANNOT_RUN:
+        return []
     written = written_by(op.func, args, kwargs)
     return [*written, *fresh_in(result, written)]
-
-
-def largest_from_inputs(op: Op, wrong: list[Tensor]) -> float | None:
-    """Return the largest magnitude of an op's results in FP64 from its own inputs.
-
-    Args:
-        op: the op.
-        wrong: which elements of its results count; if none do, all count.
-
-    Returns:
-        The magnitude; inf or NaN if the result is not finite in FP64 either, and none that is too large
-        for the op's format is. None for an op that cannot be run again.
-    """
-    try:
-        results = results_from(op, lambda x: x.real.to(x.exact.dtype)) if has_twin(op.func) else []
-    except CANNOT_RUN:
-        return None
-    if op.bad.is_wrong:
-        results = [y[at] for y, at in zip(results, wrong, strict=True)]
-        results = [y for y in results if y.numel()]
-        most = max([largest(torch.where(y.isfinite(), y, 0.0)) for y in results], default=0.0)
-        if op.gives is not None and most > torch.finfo(op.gives).max:
-            return most
-    return max(map(largest, results), key=lambda x: (math.isnan(x), x), default=None)
 
 
 def own_part(x: Any) -> Tensor:

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -69,8 +69,19 @@ def session_of(model: nn.Module) -> Any:
 
 def modules_of(models: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return all modules of models, which are given by the prefix of their names, by their names."""
-    every = ((prefix, each) for prefix, model in models.items() for each in model.named_modules())
-    return {prefix + unwrapped_name(name): module for prefix, (name, module) in every}
+    return dict(named_in(models, "named_modules"))
+
+
+def named_in(models: Mapping[str, nn.Module], method: str) -> Iterator[tuple[str, Any]]:
+    """Yield what a method of models, as `named_buffers`, yields, with names without those of wrappers.
+
+    Args:
+        models: the models, by the prefix of the names.
+        method: the name of the method.
+    """
+    for prefix, model in models.items():
+        for name, x in getattr(model, method)():
+            yield prefix + unwrapped_name(name), x
 
 
 class Hook:
@@ -88,8 +99,8 @@ class Hook:
             self._function(*args)
 
 
-class Places(AbstractContextManager["Places"]):
-    """Tracks where ops are called, while it is open.
+class Places(TorchFunctionMode):
+    """Tracks where ops are called, from `begin` on, and tells a shadow of calls and backwards.
 
     Args:
         models: the models whose modules are named, by the prefix of the names.
@@ -97,29 +108,24 @@ class Places(AbstractContextManager["Places"]):
     """
 
     def __init__(self, models: Mapping[str, nn.Module], shadow: Any) -> None:
+        super().__init__()
         self._models, self._shadow, self.unfollowed = models, shadow, shadow.unfollowed
         self._names: dict[int, str] = {}
         self._forward: dict[int, Place] = {}  # by the number of the autograd node
         self._thread = _Thread()
-        self._open = ExitStack()
 
-    def __enter__(self) -> Places:
-        with ExitStack() as stack:
-            for name, module in modules_of(self._models).items():
-                self._names.setdefault(id(module), name)
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # which takes no hooks
-                hook = Hook(self._enter_module)
-                before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
-                after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            stack.enter_context(_Calls(self, self._shadow))
-            self._open = stack.pop_all()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._open.close()
+    def begin(self, stack: ExitStack) -> None:
+        """Track where ops are called until a stack ends."""
+        for name, module in modules_of(self._models).items():
+            self._names.setdefault(id(module), name)
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # which takes no hooks
+            hook = Hook(self._enter_module)
+            before = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(Hook(self._leave_module), always_call=True)
+            stack.callback(before.remove)
+            stack.callback(after.remove)
+        stack.enter_context(self)
 
     def here(self, aten: str) -> tuple[Place, str]:
         """Return where the current op was called, and the phase; `aten` is the op's name."""
@@ -152,16 +158,23 @@ class Places(AbstractContextManager["Places"]):
         if self._thread.modules:
             self._thread.modules.pop()
 
-    def call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a torch function; the ops inside it get its name."""
-        if self._thread.function:  # the outermost one counts
-            return function(*args, **kwargs)
-        self._thread.function = self._called(function) or ""
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            self._shadow.backward_begins([])
+        if func is Tensor.backward:
+            self._shadow.backward_begins(args[:1])
+            gradient = kwargs.pop("gradient")  # torch passes all by their names
+            with self:  # so that calls in recomputed forwards are seen too
+                return torch.autograd.backward(args[0], gradient, **kwargs)
+        self._thread.function = self._called(func) or ""  # the ops inside get its name
         try:
-            result = function(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             self._thread.function = ""
-        self._shadow.function_called(function, args, kwargs, result)
+        self._shadow.function_called(func, args, kwargs, result)
         return result
 
     def of_call(self, function: Any) -> Place:
@@ -179,27 +192,6 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.modules: list[str] = []
         self.function = ""
-
-
-class _Calls(TorchFunctionMode):
-    """Reports calls of torch functions to a `Places`, and backwards to a shadow."""
-
-    def __init__(self, places: Places, shadow: Any) -> None:
-        super().__init__()
-        self._places, self._shadow = places, shadow
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.autograd.grad:
-            self._shadow.backward_begins([])
-        if func is Tensor.backward:
-            self._shadow.backward_begins(args[:1])
-            gradient = kwargs.pop("gradient")  # torch passes all by their names
-            with self:  # so that calls in recomputed forwards are seen too
-                return torch.autograd.backward(args[0], gradient, **kwargs)
-        return self._places.call(func, args, kwargs)
 
 
 @functools.lru_cache  # looking names up would take a tenth of a watched step
@@ -242,14 +234,8 @@ def open_modes() -> list[Any]:
     A default device is none of them: torch enters and leaves it below all others.
     """
     functions: Any = _get_current_function_mode_stack
-    dispatches: Any = _get_current_dispatch_mode_stack
-    return [mode for mode in (*functions(), *dispatches()) if not isinstance(mode, DeviceContext)]
-
-
-def innermost_mode() -> Any:
-    """Return the mode that sees an op first, or None."""
-    modes: Any = _get_current_dispatch_mode_stack
-    return next(reversed(modes()), None)
+    modes = *functions(), *_get_current_dispatch_mode_stack()
+    return [mode for mode in modes if not isinstance(mode, DeviceContext)]
 
 
 def file_of_caller() -> str:

@@ -37,11 +37,12 @@ class SeenGradients:
     def __init__(self, memories: Memories, open_scale: Callable[..., Tensor | None]) -> None:
         self.known: dict[str, Gradient] = {}
         self.in_place: dict[str, Place] = {}
-        self.mixed: dict[str, tuple[float, float, str, int]] = {}
+        self.mixed: dict[str, tuple[float, float, Place]] = {}
         self.bad_loss, self.losses = 0, list[int]()
         self.scale, self.scales = 1.0, set[float]()
         self.unscaled_by = 1.0
-        self._memories, self._open_scale, self._line = memories, open_scale, ("", 0)
+        self._memories, self._open_scale = memories, open_scale
+        self._backward = Place("", "", "", 0)  # where the last one was called
 
     @property
     def bad(self) -> dict[str, int]:
@@ -51,7 +52,7 @@ class SeenGradients:
     def note_losses(self, losses: Sequence[Tensor]) -> None:
         """Note the losses that a backward starts from; none for `torch.autograd.grad`."""
         scale = self._open_scale(losses)
-        self._line = user_line(in_packages=False)
+        self._backward = Place("", "", *user_line(in_packages=False))
         self.scale = 1.0 if scale is None else float(scale)
         self.scales.add(self.scale)
         self.note_results(losses)
@@ -71,7 +72,7 @@ class SeenGradients:
             return
         memory = self._memories[grad]
         if memory.scale not in (None, self.scale):
-            memory.mixed = memory.scale or 1.0, self.scale, *self._line
+            memory.mixed = memory.scale or 1.0, self.scale, self._backward
         memory.gradient, memory.written, memory.scale = name, None, self.scale
         if not is_finite(grad):
             self.known[name] = Gradient(memory.bad, is_bad=True)

@@ -35,16 +35,8 @@ from amp.diagnosis.findings import short_path
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.ledger import Ledger
 from amp.diagnosis.lost import Lost
-from amp.diagnosis.memories import Memories, Value, inputs_of, largest_from_inputs, own_part
-from amp.diagnosis.places import (
-    Hook,
-    Place,
-    Places,
-    is_called_by_amp,
-    modules_of,
-    session_of,
-    user_line,
-)
+from amp.diagnosis.memories import Memories, Value, inputs_of, own_part, results_from
+from amp.diagnosis.places import Hook, Place, Places, is_called_by_amp, named_in, session_of, user_line
 from amp.diagnosis.records import CASTS, COUNTS, MOVES, UNWRITTEN, Op, Owned, Source, origin
 from amp.diagnosis.seen_gradients import SeenGradients
 from amp.diagnosis.twins import (
@@ -52,6 +44,7 @@ from amp.diagnosis.twins import (
     difference,
     floats_in,
     fresh_in,
+    has_minus_inf_alone,
     has_twin,
     is_finite,
     is_float,
@@ -60,7 +53,6 @@ from amp.diagnosis.twins import (
     wrong_in,
 )
 from amp.masters.fp32_values import largest_in_master
-from amp.names import unwrapped_name
 from amp.observers import Observer, observing
 
 _MAKERS = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
@@ -88,7 +80,6 @@ class Shadow(Observer):
         lost: what the ops have lost.
         ledger: what the first forward of each model calls.
         gradients: what was seen of losses and gradients.
-        bad_weights: for each parameter that the step made inf or NaN, the number of the op that did.
         cast_buffers: buffers that amp has cast, by name, and what they were.
         without_twin: how many ops could not run on twins.
         properties: those of the models' session; None for a script without amp.
@@ -105,32 +96,35 @@ class Shadow(Observer):
         self.memories = Memories()
         self.lost, self.ledger = Lost(), Ledger()
         self.gradients = SeenGradients(self.memories, open_scale)
-        self.bad_weights: dict[str, int] = {}
-        self.cast_buffers = cast_buffers_of(models)
         self.without_twin = 0
         self.unfollowed = Unfollowed() if unfollowed is None else unfollowed
-        sessions = filter(None, map(session_of, models.values()))
+        sessions = list(filter(None, map(session_of, models.values())))
         self.properties = next((session.properties for session in sessions), None)
+        casts = [x for session in sessions for x in session.strategies if isinstance(x, CastModel)]
+        self.cast_buffers: dict[str, tuple[Tensor, Tensor]] = {
+            name: (buffer, before.to(buffer.device))
+            for name, buffer in named_in(models, "named_buffers")
+            for cast in casts
+            if (before := cast.before_cast(buffer)) is not None
+        }
         self._places = Places(models, self)
         self._called: set[int] = set()  # the ids of the models whose first forward has begun
-        self._in_fp8 = {name for name, x in modules_of(models).items() if "_amp_fp8" in vars(x)}
+        self._in_fp8 = {x for x, each in named_in(models, "named_modules") if "_amp_fp8" in vars(each)}
         self._is_stepping = False
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as stack:
-            for name, parameter in self.named_parameters():
+            for name, parameter in named_in(self.models, "named_parameters"):
                 self.memories.own("weight", name, parameter)
                 if parameter.requires_grad and parameter.is_leaf:
                     hook = Hook(functools.partial(self._unseen, self.gradients.note_accumulated, name))
-                    register: Any = parameter.register_post_accumulate_grad_hook
-                    stack.callback(register(hook).remove)
-            for prefix, model in self.models.items():
-                for name, buffer in model.named_buffers():
-                    self.memories.own("buffer", prefix + unwrapped_name(name), buffer)
+                    stack.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
+            for name, buffer in named_in(self.models, "named_buffers"):
+                self.memories.own("buffer", name, buffer)
             for buffer, before in self.cast_buffers.values():
                 self.memories.put(buffer, before)
-            stack.enter_context(self._places)
+            self._places.begin(stack)
             stack.enter_context(_Ops(self))
             stack.enter_context(observing(self))
             begins, ends = (functools.partial(self._set_stepping, x) for x in (True, False))
@@ -141,18 +135,12 @@ class Shadow(Observer):
 
     def __exit__(self, *exception: object) -> None:
         self._open.close()
-        self._note_bad_weights()
 
-    @guarded
-    def _note_bad_weights(self) -> None:
-        bad = ((name, self.memories[x].bad) for name, x in self.named_parameters())
-        self.bad_weights = {name: made for name, made in bad if made}
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of the models with their names."""
-        for prefix, model in self.models.items():
-            for name, parameter in model.named_parameters():
-                yield prefix + unwrapped_name(name), parameter
+    @property
+    def bad_weights(self) -> dict[str, int]:
+        """For each parameter that is inf or NaN by the step, the number of the op that made it so."""
+        named = named_in(self.models, "named_parameters")
+        return {name: made for name, x in named if (made := self.memories[x].bad)}
 
     # Called by hooks and modes.
 
@@ -215,12 +203,10 @@ class Shadow(Observer):
     @guarded
     def step_ends(self, attached: Any) -> None:
         """Take for exact what kernels of this library wrote, which no mode sees."""
-        for group in attached.optimizer.param_groups:
-            for master in group["params"]:
-                for x in (master, *floats_in(attached.optimizer.state.get(master, {}))):
-                    self.memories.forget(x)
-        for parameter in attached.gradients.parameters.models:
-            self.memories.forget(parameter)
+        params = [group["params"] for group in attached.optimizer.param_groups]
+        states = list(attached.optimizer.state.values())
+        for x in floats_in((params, states, list(attached.gradients.parameters.models))):
+            self.memories.forget(x)
 
     # Each op.
 
@@ -302,9 +288,26 @@ class Shadow(Observer):
         if op.aten in MOVES or op.is_bad or not isinstance(args[0] if args else None, (list, tuple)):
             self.memories.keep(op, args, kwargs, values, outputs)
         if op.is_bad and (op.is_root or op.bad.is_wrong) and not op.is_constant:
-            wrong = [wrong_in(x, self.memories.twin(x)) for x in outputs]
-            op.bad.value = largest_from_inputs(op, wrong)
+            op.bad.value = self._largest_from_inputs(op, outputs)
         return True
+
+    def _largest_from_inputs(self, op: Op, outputs: list[Tensor]) -> float | None:
+        """Return the largest magnitude of an op's results in FP64 from its own inputs.
+
+        If elements of its results are not finite and are in their twins, only these count.
+
+        Returns:
+            The magnitude; inf or NaN if the result is not finite in FP64 either, and none that is too
+            large for the op's format is. None for an op that cannot be run again.
+        """
+        results = results_from(op, lambda x: x.real.to(x.exact.dtype))
+        if results and op.bad.is_wrong:
+            wrong = (wrong_in(x, self.memories.twin(x)) for x in outputs)
+            results = [y[at] for y, at in zip(results, wrong, strict=True) if bool(at.any())]
+            most = max([largest(torch.where(y.isfinite(), y, 0.0)) for y in results], default=0.0)
+            if op.gives is not None and most > torch.finfo(op.gives).max:
+                return most
+        return max(map(largest, results), key=lambda x: (math.isnan(x), x), default=None)
 
     def _note_lost(
         self, op: Op, values: dict[int, Value], outputs: list[Tensor], written: list[Tensor]
@@ -345,9 +348,7 @@ class Shadow(Observer):
             if made and self.ops[made].is_collective:  # gloo copies its result when it is waited for
                 op.bad.parents.append(made)
                 op.bad.sources.clear()
-            op.bad.is_minus_inf = not op.bad.has_nan and all(
-                bool((x[x.isinf()] < 0).all()) for x in wide
-            )
+            op.bad.is_minus_inf = not op.bad.has_nan and all(map(has_minus_inf_alone, wide))
         for x in outputs:
             self.memories[x].bad = 0
         kinds = {source.owned.kind for source in op.bad.sources}
@@ -376,19 +377,6 @@ def _is_kept_wider(ops: Mapping[int, Op], target: Value, values: dict[int, Value
         if any(x.memory is target.memory for x in todo):
             return False
     return True
-
-
-def cast_buffers_of(models: Mapping[str, nn.Module]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the buffers that sessions have cast, by name, and what they were before."""
-    found = {}
-    for prefix, model in models.items():
-        session = session_of(model)
-        strategies = session.strategies if session is not None else []
-        for cast in (x for x in strategies if isinstance(x, CastModel)):
-            for name, buffer in model.named_buffers():
-                if (before := cast.before_cast(buffer)) is not None:
-                    found[prefix + unwrapped_name(name)] = buffer, before.to(buffer.device)
-    return found
 
 
 def _source_of(value: Value) -> Source:

@@ -6,18 +6,16 @@ the twins themselves.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_FLOATS |= {torch.float8_e4m3fn, torch.float8_e5m2}
-_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 _OPAQUE = {"_amp_update_scale_", "set_", "resize_", "_local_scalar_dense", "lift_fresh"}
 _WITH_INDICES = {"topk", "sort", "max", "min", "median", "nanmedian", "kthvalue", "mode"}
 """Ops that return values along a dimension, and their indices."""
@@ -25,7 +23,7 @@ CANNOT_RUN = (RuntimeError, TypeError, NotImplementedError)
 """What `run_wide` raises for an op that does not compute in FP64."""
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: Any) -> TypeGuard[Tensor]:
     """Whether something is a dense tensor of floating or complex numbers with values."""
     if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x) or x.is_nested or x._is_zerotensor():
         return False  # the last has no memory: the tangents of constants are zeros without any
@@ -56,6 +54,11 @@ def computable(x: Tensor) -> Tensor:
 def is_finite(x: Tensor) -> bool:
     """Whether a tensor has no inf or NaN. The host waits for the device."""
     return math.isfinite(largest(x))
+
+
+def has_minus_inf_alone(x: Tensor) -> bool:
+    """Whether all infs of a tensor are negative, as far as its numbers have a sign."""
+    return not x.is_complex() and bool((x[x.isinf()] < 0).all())
 
 
 def wrong_in(real: Tensor, exact: Tensor) -> Tensor:
@@ -101,23 +104,19 @@ def run_wide(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         torch._foreach_mul_(list(args[0]), args[2].item())
         return None
-    args, kwargs = tree_map(_widened, (tuple(args), kwargs))
-    if func._schema.is_mutable:  # which may write to integers, of which there are no twins
-        args, kwargs = tree_map(_unshared, (args, kwargs))
+    args, kwargs = tree_map(functools.partial(_wide, func), (tuple(args), kwargs))
     if name in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # the third one asks for a result wider than the input
     return func(*args, **kwargs)
 
 
-def _widened(x: Any) -> Any:
-    if not isinstance(x, torch.dtype):
-        return x
-    return torch.float64 if x in _FLOATS else torch.complex128 if x in _COMPLEX else x
-
-
-def _unshared(x: Any) -> Any:
+def _wide(func: Any, x: Any) -> Any:
+    """Return what an op takes in FP64 in the place of an argument."""
+    if isinstance(x, torch.dtype):
+        return torch.float64 if x.is_floating_point else torch.complex128 if x.is_complex else x
     is_twin = not isinstance(x, Tensor) or x.is_floating_point() or x.is_complex()
-    return x if is_twin else x.clone()
+    # Of integers there are no twins, and the op may write to them.
+    return x if is_twin or not func._schema.is_mutable else x.clone()
 
 
 _NORMS = {"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"}

@@ -14,18 +14,18 @@ import logging
 import math
 import re
 import time
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Self
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from amp.diagnosis import advice
 from amp.diagnosis.attaching import Training, described, models_in_memory, optimizers_of
@@ -34,8 +34,8 @@ from amp.diagnosis.diagnose import open_scale, prefixed
 from amp.diagnosis.findings import Finding, Report, exact, grouped, one_a_rule
 from amp.diagnosis.guard import Unfollowed, guarded
 from amp.diagnosis.lost import Still
-from amp.diagnosis.memories import KEPT, own_part
-from amp.diagnosis.places import innermost_mode, open_modes, unwrapped, user_line
+from amp.diagnosis.memories import KEPT, Value, own_part
+from amp.diagnosis.places import named_in, open_modes, unwrapped, user_line
 from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.twins import is_float
 from amp.dtypes import LOW_PRECISION, dtype_name
@@ -70,32 +70,21 @@ _COMPENSATION = re.compile("kahan|compensation")
 """In the names of optimizer state that has what the weights have lost."""
 
 
-@dataclass(eq=False)
-class Rounded:
-    """A buffer that a cast has rounded.
+class Rounded(NamedTuple):
+    """What is known of a buffer that a cast has rounded.
 
     Attributes:
-        module: its module.
-        name: its name there.
-        tensor: the buffer, as it is after the cast.
+        name: its name in its module.
         exact: what it was before.
-        version: how often torch had counted a write to it then.
+        version: how often torch had counted a write to it after the cast: it is exact no more if the
+            script has written to it since.
         finding: what is said of it.
     """
 
-    module: weakref.ref[nn.Module]
     name: str
-    tensor: Tensor
     exact: Tensor
     version: int
     finding: Finding
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether the script has neither set it anew nor written to it: only then its loss matters."""
-        module = self.module()
-        is_there = module is not None and module._buffers.get(self.name) is self.tensor
-        return is_there and self.tensor._version == self.version
 
 
 class TrainingWatch(Training, Observer):
@@ -143,7 +132,7 @@ class TrainingWatch(Training, Observer):
         self._sums: dict[nn.Module, tuple[int, float]] = {}  # of weights, and the step: see `_unmoved`
         self._in_float16 = False  # whether autocast computes in it
         self._is_stale = False  # whether weights have changed since autocast's cache was empty
-        self._rounded: list[Rounded] = []
+        self._rounded: MutableMapping[Tensor, Rounded] = WeakTensorKeyDictionary()
         self._noted: dict[tuple[str, str], Finding] = {}  # by cause and advice
 
     def __enter__(self) -> Self:
@@ -206,7 +195,7 @@ class TrainingWatch(Training, Observer):
     @guarded
     def root_called(self, model: nn.Module, args: Any) -> None:
         """End a window that has had its steps, or begin one that is due."""
-        is_inside = self._shadow is not None and self._mode is not innermost_mode()
+        is_inside = self._shadow is not None and self._mode is not _get_current_dispatch_mode()
         if peek_interpreter_stack() is not None or is_inside:
             return  # vmap and grad put tensors of their own into modules; modes are left in order
         self._look_at_autocast(model)
@@ -277,22 +266,22 @@ class TrainingWatch(Training, Observer):
         if called is not None and self.optimizers and (_trains(called) or not self._models):
             around = [x for x in others if any(each is called for each in x.modules())]
             around = around or [called] * (not self._models)
-            more = [x for x in map(unwrapped, around) if x not in self._models]
-            self._models += more  # whose weights the script copies from others
+            # The script may copy their weights from those that the optimizer has.
+            self._models += [x for x in map(unwrapped, around) if x not in self._models]
         if not self._models:
             return
         self._due = [step for step in self._due if step > self.steps + 1]
         shadow = Shadow(prefixed(self._models), self._scale, self.unfollowed)
         shadow.__enter__()
         self._shadow = shadow
-        self._mode = innermost_mode()
+        self._mode = _get_current_dispatch_mode()
         self._stepped.clear()
         self._is_empty = True
         self._name_states(shadow, others)
-        for rounded in self._rounded:
-            if rounded.is_as_it_was:
-                shadow.memories.put(rounded.tensor, rounded.exact)
-                shadow.memories.own("buffer", rounded.name, rounded.tensor)
+        for x, rounded in self._rounded.items():
+            if x._version == rounded.version:
+                shadow.memories.put(x, rounded.exact)
+                shadow.memories.own("buffer", rounded.name, x)
         if called is not None and called in self._models:  # its own hooks are not called any more
             shadow.model_called(called, args, {})
         self._parts = described(self._models)  # as they are now: a session gives dtypes back
@@ -360,10 +349,20 @@ class TrainingWatch(Training, Observer):
             elif any(name.startswith(prefix) for name in shadow.gradients.known):
                 self._sums.setdefault(model, (self.steps, _sum_of(model)))
 
+    def _note_averages(self, shadow: Shadow) -> None:
+        """Note averages that several ops have moved and, together, have not."""
+        for x, before in self._averages:
+            memory = shadow.memories[x]
+            op = shadow.ops.get(memory.made)
+            if op is not None and "copy" not in op.aten:  # else what it copies is kept elsewhere
+                value = Value(before, before.double(), memory, 0)
+                shadow.lost.note_still(op, memory.owned, value, x.detach(), shadow.memories.twin(x))
+        self._averages = []
+
     def _unmoved(self) -> Iterator[Finding]:
         """Yield a finding for each model of which no weight has changed in several steps."""
         for model, (step, before) in self._sums.items():
-            least = SEARCH - 4 if self._has_scaler or self._is_dynamic else 2  # for a scale to be found
+            least = SEARCH - 4 if self._is_dynamic else 2  # for a scale to be found
             if self.steps < step + least or _sum_of(model) != before:
                 continue
             what = f"no weight of {type(model).__name__} has changed from step {step} to {self.steps}"
@@ -373,19 +372,17 @@ class TrainingWatch(Training, Observer):
 
     def _rounded_buffers(self) -> list[Finding]:
         named = (each for model in self._models for each in model.named_modules())
-        paths = {id(module): unwrapped_name(name) for name, module in named}
+        paths = {id(x): unwrapped_name(path) for path, each in named for x in each._buffers.values()}
         return [
-            replace(one.finding, module=paths[id(one.module())])
-            for one in self._rounded
-            if one.is_as_it_was and id(one.module()) in paths
+            replace(one.finding, module=paths[id(x)])
+            for x, one in self._rounded.items()
+            if x._version == one.version and id(x) in paths
         ]
 
     def _why_nothing(self) -> str:
         """Return why no op was seen, if none was."""
-        if self._hindered_by:
-            return (
-                f"the mode {self._hindered_by} was open, which has to be left before a watch can begin"
-            )
+        if mode := self._hindered_by:
+            return f"the mode {mode} was open, which has to be left before a watch can begin"
         if not self.steps:
             return (
                 "no optimizer of torch has stepped here: put steps by hand into amp.diagnose(model); "
@@ -419,8 +416,8 @@ class TrainingWatch(Training, Observer):
         size = (loss.float() if scale is None else loss.float() / scale).abs()
         size = torch.where(size.isfinite(), size, 0.0)
         first, most = self._sizes.get(loss.device, (nothing, nothing))
-        first = torch.maximum(first, size) if self._backwards <= FIRST else first
-        self._sizes[loss.device] = first, torch.maximum(most, size)
+        most = torch.maximum(most, size)
+        self._sizes[loss.device] = most if self._backwards <= FIRST else first, most
         if self._shadow is None and not self._is_explained:
             known = self._bad_loss.get(loss.device, nothing.long())
             is_known = (known > 0) | loss.isfinite()
@@ -440,8 +437,7 @@ class TrainingWatch(Training, Observer):
     @guarded
     def window_ends(self, shadow: Shadow) -> None:
         """Note what a shadow has seen."""
-        is_dynamic = self._is_dynamic or self._has_scaler
-        found = [x for x in findings_of(shadow) if x.cause != "loss scale" or not is_dynamic]
+        found = [x for x in findings_of(shadow) if x.cause != "loss scale" or not self._is_dynamic]
         if not found and shadow.gradients.bad and self._tries:
             self._tries -= 1
             self._due.insert(0, self.steps + 1)  # the loss scale was being searched
@@ -449,11 +445,10 @@ class TrainingWatch(Training, Observer):
             self._due, self._is_ruined = [], True
         self._is_explained |= bool(found and (shadow.gradients.bad_loss or shadow.bad_weights))
         self._seen += found
-        still = shadow.lost.still.values()
         if not self._levels:  # else masters may move alone
             self._note_weights(shadow)
-        self._still += _unmoved_averages(shadow, self._averages)
-        self._averages = []
+        self._note_averages(shadow)
+        still = shadow.lost.still.values()
         self._still += [x for x in still if not _is_compensated(x, self.optimizers)]
         if any(op.phase == "backward" for op in shadow.ops.values()):
             self.report.ops += len(shadow.ops)
@@ -462,14 +457,13 @@ class TrainingWatch(Training, Observer):
     @_disable_current_modes()
     def _name_states(self, shadow: Shadow, others: list[nn.Module]) -> None:
         """Name the state of optimizers, and models that no optimizer has."""
-        names = {id(p): name for name, p in shadow.named_parameters()}
+        names = {id(p): name for name, p in named_in(shadow.models, "named_parameters")}
         for optimizer in self.optimizers:
             for parameter, state in optimizer.state.items():
+                name = names.get(id(parameter), "a parameter")
                 for kind, x in state.items() if isinstance(state, dict) else ():
                     if is_float(x):
-                        shadow.memories.own(
-                            "moment", f"{kind} of {names.get(id(parameter), 'a parameter')}", x
-                        )
+                        shadow.memories.own("moment", f"{kind} of {name}", x)
         for model in others:
             for name, x in model.named_parameters():
                 shadow.memories.own("average", name, x)
@@ -524,19 +518,18 @@ class TrainingWatch(Training, Observer):
             new = module._buffers.get(name)
             if new is None or new.dtype not in LOW_PRECISION:
                 continue
-            for one in self._rounded:
-                if one.tensor is old:  # it has moved to another device
-                    one.tensor, one.exact, one.version = new, one.exact.to(new.device), new._version
             there = old.to(new.device)
+            if known := self._rounded.get(old):  # it has moved to another device
+                exact, version = known.exact.to(new.device), new._version
+                self._rounded[new] = known._replace(exact=exact, version=version)
             if old.dtype.itemsize > 2 and bool((new.to(old.dtype) != there).any()):
                 found = _of_rounding(module, name, there, new)
-                one = Rounded(weakref.ref(module), name, new, there, new._version, found)
-                self._rounded.append(one)
+                self._rounded[new] = Rounded(name, there, new._version, found)
 
     # Counting steps.
 
     @guarded
-    def optimizer_stepped(self, optimizer: Optimizer) -> None:
+    def optimizer_stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Count a step, unless it is one of amp's or of a gradient scaler, which may skip it."""
         if AttachedOptimizer.of(optimizer) is None and not self.is_in_scaler:
             self._count(optimizer)
@@ -550,7 +543,7 @@ class TrainingWatch(Training, Observer):
     @guarded
     def scaler_called(self, name: str, scaler: Any, given: Any, result: Any) -> None:
         """Count a step of a gradient scaler, taken or skipped."""
-        self._has_scaler = True
+        self._has_scaler = self._is_dynamic = True
         if name == "step":
             self._count(given)
         self._scaled_by = torch.tensor(scaler.get_scale()) if name == "scale" else None
@@ -570,17 +563,6 @@ class TrainingWatch(Training, Observer):
         if self._shadow is not None:
             self._stepped[id(optimizer)] += 1
         self._names[type(optimizer).__name__] = None
-
-
-@torch.no_grad()
-def _unmoved_averages(shadow: Shadow, averages: Iterable[tuple[Tensor, Tensor]]) -> Iterator[Still]:
-    """Yield averages that several ops have moved and, together, have not."""
-    for x, before in averages:
-        op = shadow.ops.get(shadow.memories[x].made)
-        if op is not None and "copy" not in op.aten:  # else what it copies is kept elsewhere
-            stays = (x == before) & (shadow.memories.twin(x) != before)
-            share = float(stays.count_nonzero()) / x.numel()
-            yield Still(op, shadow.memories[x].owned, shadow.memories[x].key, x.dtype, x.numel(), share)
 
 
 def _trains(model: nn.Module) -> bool:

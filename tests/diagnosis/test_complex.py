@@ -83,16 +83,16 @@ def test_a_fourier_layer_is_healthy_and_keeps_its_bits() -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_the_root_of_a_silent_spectrum_is_mathematics() -> None:
-    """Its derivative is infinite at 0; the NaN goes back through complex numbers."""
+@pytest.mark.parametrize(("level", "cause"), [(0.0, "mathematics"), (8.0, "range")])
+def test_a_spectrum_that_is_silent_or_too_loud(level: float, cause: str) -> None:
+    """The derivative of its root is infinite at 0; NaN and inf go through complex numbers."""
     layer = nn.Conv1d(1, 1, 3, padding=1, bias=False)
     with amp.watch(at=[1]) as watch:
         optimizer = torch.optim.SGD(layer.parameters(), 1e-3)
         for _ in steps(optimizer, 1):
-            y = layer(torch.zeros(2, 1, 64))[:, 0]
-            spectrum = torch.stft(y, 16, window=torch.hann_window(16), return_complex=True)
-            size = (spectrum.real**2 + spectrum.imag**2).sqrt()
-            taken_at = here(1)
-            size.mean().backward()
+            y = layer(torch.zeros(2, 1, 64))[:, 0] + level
+            spectrum = 1e38 * torch.stft(y, 16, window=torch.hann_window(16), return_complex=True)
+            (spectrum.real**2 + spectrum.imag**2).sqrt().mean().backward()
+            made_at = here(2 if level else 1)
     (found,) = [x for x in watch.report.findings if x.reached]
-    assert (found.cause, found.line) == ("mathematics", taken_at)
+    assert (found.cause, found.line) == (cause, made_at)

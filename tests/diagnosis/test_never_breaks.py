@@ -23,7 +23,7 @@ from amp.diagnosis.shadow import Shadow
 from amp.diagnosis.watching import TrainingWatch
 
 CLASSES = (Shadow, Memories, Lost, Ledger, SeenGradients, Places, TrainingWatch)
-THEIRS = {"__init__", "__enter__", "__exit__", "run", "watch_steps", "call"}
+THEIRS = {"__init__", "__enter__", "__exit__", "run", "__torch_function__"}
 """Called by the user, or pass on what the user has called."""
 
 
