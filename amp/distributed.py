@@ -168,11 +168,12 @@ def place_gradients(parameters: Iterable[Any]) -> list[Any]:
     grads = []
     for parameter in parameters:
         spec, grad = getattr(parameter, "_spec", None), parameter.grad
-        is_placed = spec is None or grad is None or grad._spec is spec
-        if not is_placed and grad.placements != parameter.placements:
-            with _names_the_collective(grad.device_mesh, "the sums of gradients"):
-                parameter.grad = grad = grad.redistribute(placements=parameter.placements)
         grads.append(grad)
+        if spec is None or grad is None or grad._spec is spec:
+            continue
+        if grad.placements != parameter.placements:
+            with _names_the_collective(grad.device_mesh, "the sums of gradients"):
+                grads[-1] = parameter.grad = grad.redistribute(placements=parameter.placements)
     return grads
 
 

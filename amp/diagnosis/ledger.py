@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from amp.casting import wrappers
+from amp.casting import cast_hooks, wrappers
 from amp.diagnosis.places import Place, file_of_caller
 from amp.dtypes import LOW_PRECISION
 
@@ -53,7 +53,10 @@ class Ledger:
         """Record a call of a torch function."""
         tensors = [x for x in tree_leaves((args, kwargs)) if _is_floating(x)]
         gives = tuple(x.dtype for x in tree_leaves(result) if _is_floating(x))
-        if function is Tensor.to and file_of_caller() == wrappers.__file__:
+        caller = file_of_caller()
+        if caller == cast_hooks.__file__:
+            return  # a cast of what a model takes or returns, or its check
+        if function is Tensor.to and caller == wrappers.__file__:
             self._cast_by_amp[id(result)] = (result, tensors[0].dtype)
             return
         takes: list[torch.dtype] = [self._cast_by_amp.get(id(x), (x, x.dtype))[1] for x in tensors]

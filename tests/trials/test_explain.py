@@ -62,6 +62,11 @@ def test_the_page_on_diagnosis_shows_what_it_prints() -> None:
     assert str(explained("O1", "softmax", "blocks.1")) in page
 
 
+def test_casts_of_what_a_model_takes_are_no_calls_of_the_script() -> None:
+    calls = amp.explain(nn.Linear(4, 4), torch.ones(2, 4), opt_level="O2").calls
+    assert [x.op for x in calls] == ["torch.nn.functional.linear"]
+
+
 def test_calls_in_fp8() -> None:
     calls = explained("O7", "linear", "blocks.0.mlp").calls
     assert [x.module for x in calls] == ["blocks.0.mlp.0", "blocks.0.mlp.2"]
