@@ -10,7 +10,8 @@
 #include <vector>
 
 static Py_ssize_t place = -1;
-static PyTypeObject *tensor_type = nullptr;
+static PyTypeObject *tensor_type = nullptr, *usual_types[2] = {};  // the last two: Tensor, Parameter
+static PyObject *shard_name = nullptr;
 static PyObject *dtypes[static_cast<int>(c10::ScalarType::NumOptions)];  // of Python, as far as known
 
 static c10::TensorImpl *impl_of(PyObject *x)
@@ -79,6 +80,8 @@ static PyObject *prepare(PyObject *, PyObject *const *arguments, Py_ssize_t coun
         }
         if (is_here) place = at;
     }
+    for (Py_ssize_t i = 0; place >= 0 && i < 2; i++) usual_types[i] = Py_TYPE(PyList_GET_ITEM(list, i));
+    if (!shard_name && !(shard_name = PyUnicode_InternFromString("_local_tensor"))) return nullptr;
     return PyBool_FromLong(place >= 0);
 }
 
@@ -396,6 +399,26 @@ static PyObject *increment(PyObject *, PyObject *list)
     });
 }
 
+/* A list of the shard of each DTensor, and of other tensors themselves; see host_lists.py. */
+static PyObject *shards(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    bool are_usual = true;
+    PyObject *found = list_of(list, [&](PyObject *x) {
+        const bool is_whole = Py_IS_TYPE(x, usual_types[0]) || Py_IS_TYPE(x, usual_types[1]);
+        PyObject *value = is_whole ? Py_NewRef(x) : PyObject_GetAttr(x, shard_name);
+        if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            PyErr_Clear();
+            value = Py_NewRef(x);
+        }
+        are_usual &= value && (Py_IS_TYPE(value, usual_types[0]) || Py_IS_TYPE(value, usual_types[1]));
+        return value;
+    });
+    if (!found || are_usual) return found;
+    Py_DECREF(found);
+    return Py_NewRef(Py_None);
+}
+
 /* Arguments: two lists or tuples. Whether they hold the same objects in the same order. */
 static PyObject *are_same(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -492,6 +515,7 @@ static PyMethodDef methods[] = {
     {"kind", kind, METH_O, nullptr},           {"go_together", go_together, METH_O, nullptr},
     {"numbers", numbers, METH_O, nullptr},     {"add", FAST(add), nullptr},
     {"are_at", FAST(are_at), nullptr},         {"increment", increment, METH_O, nullptr},
+    {"shards", shards, METH_O, nullptr},
     {"are_same", FAST(are_same), nullptr},     {"items", FAST(items), nullptr},
     {"are_of_kind", FAST(are_of_kind), nullptr},
     {"read_slot", FAST(read_slot), nullptr},   {"write_slot", FAST(write_slot), nullptr},

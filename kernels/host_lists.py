@@ -43,6 +43,9 @@ _FLAGS = (
 )
 
 
+_USUAL = {Tensor, torch.nn.Parameter}
+
+
 class InPython:
     """The functions, in Python. Each takes lists of dense tensors that hold their values themselves."""
 
@@ -132,6 +135,16 @@ class InPython:
 
     increment = staticmethod(torch.autograd.graph.increment_version)
     """Raises the version of each tensor by one."""
+
+    @staticmethod
+    def shards(tensors: list[Tensor]) -> list[Tensor] | None:
+        """Return the shard of each DTensor that this rank holds, and other tensors themselves.
+
+        Return None if one of these is of another class than `Tensor` and `Parameter`, as one is whose
+        values are still on their way.
+        """
+        values = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        return values if set(map(type, values)) <= _USUAL else None
 
     @staticmethod
     def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

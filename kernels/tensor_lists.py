@@ -205,11 +205,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return what `local` returns for each tensor."""
-    values = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    return values if set(map(type, values)) <= _USUAL else list(map(local, values))
-
-
-_USUAL = {Tensor, torch.nn.Parameter}
+    found: list[Tensor] | None = host_lists.lists.shards(list(tensors))
+    return list(map(local, tensors)) if found is None else found
 
 
 def slices(*tensors: Tensor) -> Iterator[Sequence[Tensor]]:

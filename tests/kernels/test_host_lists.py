@@ -253,6 +253,19 @@ def test_slots_and_items(way: Any) -> None:
         way.items([{"a": 1}, {}], "a")
 
 
+def test_shards(way: Any) -> None:
+    class Sharded(Own):
+        """A tensor that has its values elsewhere, as a DTensor does."""
+
+    some: list[Any] = [torch.ones(1), nn.Parameter(torch.ones(1)), Sharded(torch.ones(2))]
+    some[2]._local_tensor = some[0]
+    assert way.are_same(way.shards(some), [some[0], some[1], some[0]])
+    assert way.shards([]) == []
+    some[2]._local_tensor = Own(torch.ones(2))
+    assert way.shards(some) is None
+    assert way.shards([Own(torch.ones(2))]) is None
+
+
 def test_same_objects(way: Any) -> None:
     some = [torch.ones(1), None, 1000]
     assert way.are_same(some, tuple(some))
@@ -302,6 +315,7 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.are_at, (wrong, [0])),
         (in_cpp.are_at, ([torch.ones(1)], ["1"])),
         (in_cpp.increment, (wrong,)),
+        (in_cpp.shards, (wrong,)),
         (in_cpp.are_of_kind, (wrong, (1,), (torch.float32,))),
         (in_cpp.read_slot, (wrong, "first")),
         (in_cpp.read_slot, ([Record()], 3)),
