@@ -21,10 +21,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp.kernels import host_lists
 from amp.kernels.foreach import copies
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.launch_plans import BadSteps, Elementwise
-from amp.kernels.tensor_lists import are_same
 from amp.kernels.unscale import scale_and_check
 
 BLOCK = 4096
@@ -92,7 +92,7 @@ def axpby_reference(
     out = outs[0].dtype
     sums = _scaled(a, xs, out, found_inf)
     by = _scaled(b, ys, out, None) if isinstance(b, Tensor) or b != 1.0 else ys
-    if sums[0].dtype is out and are_same(by, outs):
+    if sums[0].dtype is out and host_lists.lists.are_same(by, outs):
         torch._foreach_add_(outs, sums)
     else:
         torch._foreach_add_(sums, by)

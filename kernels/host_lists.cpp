@@ -419,23 +419,37 @@ static PyObject *shards(PyObject *, PyObject *list)
     return Py_NewRef(Py_None);
 }
 
+/* Whether two lists or tuples hold the same objects, or things of which `same` says so, in the same order;
+   -1, and an error, for what is none. */
+template <class F> static int compare(PyObject *some, PyObject *others, F same)
+{
+    PyObject *one = PySequence_Fast(some, "this is no sequence");
+    PyObject *other = one ? PySequence_Fast(others, "this is no sequence") : nullptr;
+    int result = other ? PySequence_Fast_GET_SIZE(one) == PySequence_Fast_GET_SIZE(other) : -1;
+    for (Py_ssize_t i = 0; result == 1 && i < PySequence_Fast_GET_SIZE(one); i++)
+        result = same(PySequence_Fast_GET_ITEM(one, i), PySequence_Fast_GET_ITEM(other, i));
+    Py_XDECREF(one);
+    Py_XDECREF(other);
+    return result;
+}
+
+static int hold_same(PyObject *some, PyObject *others)
+{
+    return compare(some, others, [](PyObject *x, PyObject *y) -> int { return x == y; });
+}
+
 /* Arguments: two lists or tuples. Whether they hold the same objects in the same order. */
 static PyObject *are_same(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    if (!are_two(count)) return nullptr;
-    PyObject *some = PySequence_Fast(arguments[0], "this is no sequence");
-    PyObject *others = some ? PySequence_Fast(arguments[1], "this is no sequence") : nullptr;
-    PyObject *result = nullptr;
-    if (others) {
-        const Py_ssize_t n = PySequence_Fast_GET_SIZE(some);
-        bool all = PySequence_Fast_GET_SIZE(others) == n;
-        for (Py_ssize_t i = 0; all && i < n; i++)
-            all = PySequence_Fast_GET_ITEM(some, i) == PySequence_Fast_GET_ITEM(others, i);
-        result = PyBool_FromLong(all);
-    }
-    Py_XDECREF(some);
-    Py_XDECREF(others);
-    return result;
+    const int result = are_two(count) ? hold_same(arguments[0], arguments[1]) : -1;
+    return result < 0 ? nullptr : PyBool_FromLong(result);
+}
+
+/* Arguments: two lists or tuples of lists or tuples. Whether these hold the same objects in the same order. */
+static PyObject *are_all_same(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    const int result = are_two(count) ? compare(arguments[0], arguments[1], hold_same) : -1;
+    return result < 0 ? nullptr : PyBool_FromLong(result);
 }
 
 /* Where a slot of `__slots__` is in the objects of a list, all of one class; null, and an error, for others. */
@@ -516,6 +530,7 @@ static PyMethodDef methods[] = {
     {"numbers", numbers, METH_O, nullptr},     {"add", FAST(add), nullptr},
     {"are_at", FAST(are_at), nullptr},         {"increment", increment, METH_O, nullptr},
     {"shards", shards, METH_O, nullptr},
+    {"are_all_same", FAST(are_all_same), nullptr},
     {"are_same", FAST(are_same), nullptr},     {"items", FAST(items), nullptr},
     {"are_of_kind", FAST(are_of_kind), nullptr},
     {"read_slot", FAST(read_slot), nullptr},   {"write_slot", FAST(write_slot), nullptr},

@@ -152,6 +152,11 @@ class InPython:
         return len(some) == len(others) and all(map(operator.is_, some, others))
 
     @staticmethod
+    def are_all_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
+        """Whether two lists or tuples hold lists or tuples of the same objects in the same order."""
+        return len(some) == len(others) and all(map(InPython.are_same, some, others))
+
+    @staticmethod
     def read_slot(objects: list[Any], name: str) -> list[Any]:
         """Return what each object, all of one class, has in a slot."""
         return list(map(operator.attrgetter(name), objects))

@@ -161,16 +161,6 @@ def has_no_memory(tensor: Tensor) -> bool:
     return not is_elsewhere and not tensor.data_ptr() and tensor.numel() > 0
 
 
-def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two lists hold the same objects in the same order."""
-    return host_lists.lists.are_same(some, others)  # type: ignore[no-any-return]
-
-
-def are_all_same(some: Sequence[Sequence[Any]], others: Sequence[Sequence[Any]]) -> bool:
-    """Whether two lists hold lists of the same objects in the same order."""
-    return len(some) == len(others) and all(map(are_same, some, others))
-
-
 def are_plain(tensors: Iterable[Tensor]) -> bool:
     """Whether all tensors have their own values."""
     return all(map(has_own_values, set(map(type, tensors))))

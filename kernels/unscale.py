@@ -20,10 +20,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp.kernels import host_lists
 from amp.kernels.foreach import copies
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
 from amp.kernels.launch_plans import BadSteps, Elementwise, to_device
-from amp.kernels.tensor_lists import are_same
 
 UNCHECKED = {("cuda", torch.bfloat16)}
 """Devices and dtypes that torch's own operation does not take (torch 2.11)."""
@@ -116,7 +116,7 @@ def unscale_reference(
     products = targets
     if targets[0].dtype is not common:
         products = copies(sources, common)
-    elif not are_same(sources, targets):
+    elif not host_lists.lists.are_same(sources, targets):
         torch._foreach_copy_(targets, sources)
     scale_and_check(products, inv_scale, found_inf)
     if targets[0].dtype is not common:

@@ -34,7 +34,7 @@ from amp.distributed import place_gradients, set_values
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels import host_lists
 from amp.kernels.interrupts import without_grad
-from amp.kernels.tensor_lists import TensorList, are_plain, are_same, local, local_shards
+from amp.kernels.tensor_lists import TensorList, are_plain, local, local_shards
 from amp.lazy import kernels
 from amp.masters import lean
 from amp.masters.grads import grads_of, store_grads
@@ -75,6 +75,8 @@ class Pairs:
         self.master_list, self.model_list = map(TensorList, self._shards())
         self._dtypes = [pair.dtype for pair in self.pairs]
         self._are_whole = all(pair.low is None for pair in self.pairs)
+        self._hold_values = self._are_whole and self.are_plain
+        """Whether the masters themselves hold their values."""
         self._called = called
         self._part: Pairs | None = None
 
@@ -99,7 +101,7 @@ class Pairs:
         trains = lists.read_slot(pairs, "trains")
         if not (lists.train(self.masters, trains) and lists.train(self.models, trains)):
             found.append(Pairs.follow_requires_grad)
-        values = self._values()
+        values = self.masters if self._hold_values else self._values()
         is_as_before = (
             lists.versions(values) == lists.read_slot(pairs, "version")
             and lists.are_at(values, lists.read_slot(pairs, "address"))
@@ -188,7 +190,9 @@ class Pairs:
         lists = [self.master_list, self.model_list]
         if not self.are_plain:  # a DTensor may have another shard
             both = zip(lists, self._shards(), strict=True)
-            lists = [known if are_same(x, known) else TensorList(x) for known, x in both]
+            lists = [
+                known if host_lists.lists.are_same(x, known) else TensorList(x) for known, x in both
+            ]
         self.master_list, self.model_list = [known.now() for known in lists]
         return self
 
@@ -268,7 +272,7 @@ class Pairs:
 
     def note_agreement(self) -> None:
         """Note that masters and parameters agree now."""
-        lists, values = host_lists.lists, self._values()
+        lists, values = host_lists.lists, self.masters if self._hold_values else self._values()
         lists.write_slot(self.pairs, "version", lists.versions(values))
         lists.write_slot(self.pairs, "address", list(lists.addresses(values)))
         lists.write_slot(self.pairs, "given", [None] * len(self.pairs))
@@ -306,7 +310,7 @@ class Pairs:
         if all(chosen):
             return self
         pairs = list(compress(self.pairs, chosen))
-        if self._part is None or not are_same(pairs, self._part.pairs):
+        if self._part is None or not host_lists.lists.are_same(pairs, self._part.pairs):
             self._part = Pairs(pairs, self._called)
         return self._part
 

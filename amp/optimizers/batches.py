@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
+from amp.kernels import host_lists
 from amp.kernels.rule import Origin
-from amp.kernels.tensor_lists import Layout, TensorList, are_all_same, are_plain, local_shards
+from amp.kernels.tensor_lists import Layout, TensorList, are_plain, local_shards
 from amp.names import bare_names
 
 
@@ -106,7 +107,7 @@ class Batches:
         """Return the batches of one step with a `StepInputs`. Nothing is written."""
         lists = [*[group["params"] for group in optimizer.param_groups], list(optimizer.state)]
         stepped = inputs.deferred.of.masters
-        is_new = stepped is not self._given or not are_all_same(lists, self._lists)
+        is_new = stepped is not self._given or not host_lists.lists.are_all_same(lists, self._lists)
         if is_new:
             self._lists, self._given = list(map(list, lists)), stepped
             given = set(map(id, stepped))

@@ -17,7 +17,6 @@ from torch import Tensor
 from amp.errors import AmpTypeError, AmpValueError, brief, truth_of
 from amp.kernels import host_lists
 from amp.kernels.interrupts import without_grad
-from amp.kernels.tensor_lists import are_same
 from amp.optimizers.batches import Batches
 from amp.optimizers.checks import check_betas, check_entries, check_range, unusable_entry
 from amp.optimizers.fused_step import Ready, step_batches
@@ -307,7 +306,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         given = [value for group in self.param_groups for value in group.values()]
-        if not are_same(given, self._checked):
+        if not host_lists.lists.are_same(given, self._checked):
             for group in self.param_groups:
                 self._check_group(group)
             self._checked = given if all(map(_is_constant, self.param_groups)) else []

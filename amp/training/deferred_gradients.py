@@ -21,7 +21,7 @@ from amp.distributed import shard_like
 from amp.errors import AmpTypeError
 from amp.kernels import host_lists
 from amp.kernels.interrupts import outside_inference_mode, without_grad
-from amp.kernels.tensor_lists import TensorList, are_same, local, local_shards
+from amp.kernels.tensor_lists import TensorList, local, local_shards
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
 from amp.masters.grads import grads_of, have_grads, store_grads
@@ -259,7 +259,7 @@ class Deferral:
         if self.deferred is not None:
             known = grads_of(self.deferred.of.masters)
             count = sum([grad is not None for grad in grads_of(pairs.masters)])
-            if count != len(known) or not are_same(known, self._shown):
+            if count != len(known) or not host_lists.lists.are_same(known, self._shown):
                 self.unscale(pairs)
 
     def unscale(self, pairs: Pairs) -> None:

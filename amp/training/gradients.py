@@ -59,7 +59,7 @@ from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, first_few
 from amp.kernels import host_lists
 from amp.kernels.interrupts import Change
-from amp.kernels.tensor_lists import are_all_same, local
+from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.agreement import cast_text
 from amp.masters.grads import grads_of, have_grads, store_grads
@@ -189,7 +189,7 @@ class Gradients:
         known, optimizer, called = self.parameters, self._optimizer, self._named.called
         now = [group["params"] for group in optimizer.param_groups]
         have_dtypes = host_lists.lists.have_dtypes(known.unmastered, known.dtypes)
-        if have_dtypes and are_all_same(now, known.in_groups):
+        if have_dtypes and host_lists.lists.are_all_same(now, known.in_groups):
             return known
         for parameter, dtype in zip(known.unmastered, known.dtypes, strict=True):
             if parameter.dtype is not dtype:
@@ -264,7 +264,7 @@ class Gradients:
 
     def _show(self) -> None:
         pairs = self.parameters.pairs
-        pairs.show(self.deferral.shown_by(pairs))
+        pairs.show(self.deferral.shown_by(pairs) if self.capabilities.takes_scaled else None)
         self._are_hidden = False  # last: while it is set, `show` may go on after an interrupt
 
     # A block.
@@ -574,10 +574,11 @@ class Gradients:
 
     def _drop(self, is_to_none: bool = True) -> None:
         pairs = self.parameters.pairs
-        if is_to_none and pairs.pairs:
+        if pairs.pairs and is_to_none:
             host_lists.lists.clear_grads(pairs.masters)
             host_lists.lists.clear_grads(pairs.models)
-        pairs.forget_grads()
+        if pairs.pairs:
+            pairs.forget_grads()
         self.were_stepped = False
         if self.capabilities.takes_scaled:
             self.deferral.forget()

@@ -35,7 +35,6 @@ from amp.kernels.interrupts import at_once, without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, has_own_values, local_shards
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
-from amp.masters.grads import grads_of, have_grads
 from amp.training.parameters import ParameterNames, Parameters
 
 if TYPE_CHECKING:
@@ -125,11 +124,11 @@ class NewGradients(NamedTuple):
             are_final: whether they are unscaled next. Then partial gradients of DTensors are first
                 summed over the ranks, as torch's optimizers would do.
         """
-        gradients_of = place_gradients if are_final and not parameters.are_plain else grads_of
+        are_placed = parameters.are_plain or not are_final
         sides = []
         lists = parameters.pairs.model_list, parameters.unmastered_list
         for every, like in zip((parameters.models, parameters.unmastered), lists, strict=True):
-            grads: list[Any] = gradients_of(every)
+            grads: list[Any] = list(map(_grad, every)) if are_placed else place_gradients(every)
             there = [grad is not None for grad in grads]
             if claimed:
                 both = zip(there, every, strict=True)
@@ -298,25 +297,24 @@ def add_to_masters(pairs: Pairs) -> None:
     if not pairs.are_plain:
         place_gradients(pairs.models)
     pairs = pairs.only([grad is not None for grad in map(_grad, pairs.models)])
-    new = _in_float32(list(map(_grad, pairs.models)), pairs.are_plain)
-    changes: list[Callable[[], object]] = []
-    if have_grads(pairs.masters):
-        changes += map(_adding, pairs.masters, new)
+    grads, masters, lists = list(map(_grad, pairs.models)), pairs.masters, host_lists.lists
+    nothing, half = (
+        [None] * len(grads),
+        next((x.dtype for x in grads if x.dtype in LOW_PRECISION), None),
+    )
+    are_alike = lists.have_dtypes(grads, [half] * len(grads)) and lists.are_floats(grads)
+    if pairs.are_plain and are_alike and lists.train(grads, [False] * len(grads)):
+        new = unscaled(grads, None)
     else:
-        changes.append(partial(deque, map(setattr, pairs.masters, repeat("grad"), new), 0))
-    removed = map(setattr, pairs.models, repeat("grad"), repeat(None))
+        with torch.enable_grad():  # some may have a graph
+            new = [grad.to(torch.float32) for grad in grads]
+    changes: list[Callable[[], object]] = []
+    if lists.have_grads(masters, nothing):
+        changes.append(partial(deque, map(setattr, masters, repeat("grad"), new), 0))
+    else:
+        changes += map(_adding, masters, new)
+    removed = map(setattr, pairs.models, repeat("grad"), nothing)
     at_once(*changes, partial(deque, removed, 0))
-
-
-def _in_float32(grads: list[Tensor], are_plain: bool) -> list[Tensor]:
-    """Return gradients in float32, those with a graph with theirs."""
-    lists = host_lists.lists
-    half = next((grad.dtype for grad in grads if grad.dtype in LOW_PRECISION), None)
-    are_alike = are_plain and lists.have_dtypes(grads, [half] * len(grads)) and lists.are_floats(grads)
-    if are_alike and lists.train(grads, [False] * len(grads)):
-        return kernels.foreach.copies(grads, torch.float32)  # type: ignore[no-any-return]
-    with torch.enable_grad():
-        return [grad.to(torch.float32) for grad in grads]
 
 
 def _adding(parameter: Tensor, grad: Tensor) -> Callable[[], object]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from amp.kernels.tensor_lists import are_same
+from amp.kernels import host_lists
 
 ATTACHED = "_amp_attached"
 """The attribute of an optimizer in a session that has its `AttachedOptimizer`."""
@@ -73,7 +73,8 @@ def _held_by(optimizer: Any) -> Any:
 
 def _share_groups(a: Any, b: Any) -> bool:
     ours, theirs = getattr(a, "param_groups", None), b.param_groups
-    return ours is theirs or (isinstance(ours, list) and bool(ours) and are_same(ours, theirs))
+    has_groups = isinstance(ours, list) and bool(ours)
+    return ours is theirs or (has_groups and host_lists.lists.are_same(ours, theirs))
 
 
 def own_methods(optimizer: Any) -> Iterator[str]:

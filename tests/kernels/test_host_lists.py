@@ -271,6 +271,9 @@ def test_same_objects(way: Any) -> None:
     assert way.are_same(some, tuple(some))
     assert not way.are_same(some, some[:2])
     assert not way.are_same(some, [torch.ones(1), *some[1:]])
+    assert way.are_all_same([some, []], (tuple(some), []))
+    assert not way.are_all_same([some, some], [some, some[1:]])
+    assert not way.are_all_same([some], [some, some])
 
 
 def outcome(function: Any, *arguments: Any) -> Any:
@@ -323,6 +326,7 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.write_slot, ([Record()], "first", [])),
         (in_cpp.items, (wrong, 0)),
         (in_cpp.are_same, ([], 3)),
+        (in_cpp.are_all_same, ([[]], [3])),
         (in_cpp.have_grads, ([torch.ones(1)], [])),
         (in_cpp.have_grads, ([torch.ones(1)],)),
         (in_cpp.train, ([torch.ones(1)], [True, False])),
