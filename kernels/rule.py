@@ -59,6 +59,14 @@ class Origin(NamedTuple):
     pitch: int = 0
 
 
+class Origins(tuple[Origin, ...]):
+    """The origins of some tensors. A cache finds them by identity, since hashing all takes long."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
 class UpdateRule(NamedTuple):
     """The formula of one optimizer.
 

@@ -59,7 +59,7 @@ from amp.kernels.language import (
     tl,
     whole,
 )
-from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan
+from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan, upload
 from amp.kernels.master_copy import merged_block
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, StepArguments, UpdateRule, plus_product, quotient, square_root
@@ -122,7 +122,8 @@ def step(
         models: the weights of the model that `params` are masters of.
         lows: the low halves of the masters whose high halves `params` are; not with `models`.
         of_tensor: float32 `[n]`, a number for each tensor, for a rule that takes one.
-        origins: one for each tensor, for stochastic rounding; None rounds all to nearest.
+        origins: one for each tensor, for stochastic rounding; None rounds all to nearest. The same
+            `Origins` are sent to a device once.
         inv_scale: float32 `[1]`, what to multiply the gradients by; None is 1.
         clip: float32 `[1]`, one more factor of the gradients; None is 1.
         found_inf: float32 `[1]`; the step is skipped where it is not 0.
@@ -141,6 +142,7 @@ def step(
         UnsupportedTensorError: a dtype that is not listed above.
     """
     planned = Changes() if changes is None else changes
+    origins = origins if origins is None or isinstance(origins, tuple) else tuple(origins)
     of_moments = {f"moment{k}": moment for k, moment in enumerate(moments)}
     given = {"param": params, "grad": grads, **of_moments, "model": models, "low": lows}
     lists = {
@@ -149,7 +151,8 @@ def step(
         if tensors is not None
     }
     arguments = StepArguments(
-        *(rule, numbers, lists, steps, of_tensor, origins, inv_scale, clip, found_inf, maximize),
+        *(rule, numbers, lists, steps, of_tensor),
+        *(origins, inv_scale, clip, found_inf, maximize),
         merges=merges and models is not None,
         backend=backend,
     )
@@ -191,21 +194,17 @@ def _prepared_launch(
 ) -> Change:
     """Return the launch that steps some of the tensors; with `sums`, the one that measures them."""
     rule, lists, device = arguments.rule, arguments.lists, each.device
-    origins: Sequence[Origin] = arguments.origins or ()
     parts = parts_of(lists["param"].kind, arguments.origins is not None, "low" in lists)
-    if has_runs := any(origin.run for origin in origins):
-        origins = [
-            origin if origin.run else origin._replace(run=2**30, pitch=2**30) for origin in origins
-        ]
+    origins, has_runs = _origins_on(device, arguments.origins) if arguments.origins else (None, False)
     return functools.partial(
         each.run,
         step_kernel,
-        registers=RANDOM_REGISTERS if origins and "moment1" in lists else REGISTERS,
+        registers=RANDOM_REGISTERS if arguments.origins and "moment1" in lists else REGISTERS,
         n=len(each.indices),
         numbers=_on_device(arguments.numbers, device),
         of_tensor=of_tensor,
         n_of_tensor=len(lists["param"]),
-        origins=numbers_on(device, tuple(itertools.chain(*origins)), torch.int64) if origins else None,
+        origins=origins,
         inv_scale=number_on(device, arguments.inv_scale),
         clip=number_on(device, arguments.clip),
         found_inf=number_on(device, arguments.found_inf),
@@ -223,6 +222,17 @@ def _prepared_launch(
         BLOCK=parts * BLOCK,
         COUNTERS=COUNTERS,
     )
+
+
+@cached
+def _origins_on(device: torch.device, origins: Sequence[Origin]) -> tuple[Tensor, bool]:
+    """Return the numbers of origins, int64 `[4 n]` on a device, and whether any has a run."""
+    if has_runs := any(origin.run for origin in origins):
+        origins = [
+            origin if origin.run else origin._replace(run=2**30, pitch=2**30) for origin in origins
+        ]
+    numbers = torch.tensor(list(itertools.chain(*origins)), dtype=torch.int64, device="cpu")
+    return upload(numbers, device), has_runs
 
 
 def _launch_norms(arguments: StepArguments, each: Launch, norms: Tensor) -> None:

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
 from amp.kernels import host_lists
-from amp.kernels.rule import Origin
+from amp.kernels.rule import Origin, Origins
 from amp.kernels.tensor_lists import Layout, TensorList, are_plain, local_shards
 from amp.names import bare_names
 
@@ -41,9 +41,9 @@ class Batch:
     names: list[str]
     entries: list[int | None]
     layouts: dict[str, Layout] = field(default_factory=dict)
-    _origins: dict[int, list[Origin]] = field(default_factory=dict)  # of the last seed
+    _origins: dict[int, Origins] = field(default_factory=dict)  # of the last seed
 
-    def origins(self, seed: int) -> list[Origin]:
+    def origins(self, seed: int) -> Origins:
         """Return where the random bits of each parameter begin, from the group's seed and its name.
 
         They do not depend on how a parameter is divided among ranks.
@@ -54,7 +54,8 @@ class Batch:
         if seed not in self._origins:
             seeds = [zlib.crc32(f"{seed} {name}".encode()) % 2**31 for name in self.names]
             shards = map(shard_in_whole, self.stepped)
-            self._origins = {seed: [Origin(x, *y) for x, y in zip(seeds, shards, strict=True)]}
+            origins = (Origin(x, *y) for x, y in zip(seeds, shards, strict=True))
+            self._origins = {seed: Origins(origins)}
         return self._origins[seed]
 
     def tensors(self, inputs: Any) -> dict[str, Any]:
