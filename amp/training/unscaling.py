@@ -298,12 +298,11 @@ def add_to_masters(pairs: Pairs) -> None:
         place_gradients(pairs.models)
     pairs = pairs.only([grad is not None for grad in map(_grad, pairs.models)])
     grads, masters, lists = list(map(_grad, pairs.models)), pairs.masters, host_lists.lists
-    nothing, half = (
-        [None] * len(grads),
-        next((x.dtype for x in grads if x.dtype in LOW_PRECISION), None),
-    )
-    are_alike = lists.have_dtypes(grads, [half] * len(grads)) and lists.are_floats(grads)
-    if pairs.are_plain and are_alike and lists.train(grads, [False] * len(grads)):
+    nothing = [None] * len(grads)
+    half = next((grad.dtype for grad in grads if grad.dtype in LOW_PRECISION), None)
+    are_alike = half is not None and lists.have_dtypes(grads, [half] * len(grads))
+    are_dense = pairs.are_plain and are_alike and lists.are_floats(grads)
+    if are_dense and lists.train(grads, [False] * len(grads)):
         new = unscaled(grads, None)
     else:
         with torch.enable_grad():  # some may have a graph
