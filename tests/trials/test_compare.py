@@ -222,6 +222,21 @@ def test_a_gradient_that_is_nothing_but_rounding_does_not_stand_out() -> None:
     assert not [module for level in found.levels for module in level.modules if module.stands_out]
 
 
+def test_sparse_gradients_are_compared() -> None:
+    def words() -> tuple[Any, Any]:
+        model = nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 4))
+        return model, torch.optim.SGD(model.parameters(), 0.5)
+
+    def train(model: nn.Module, optimizer: Any, i: int) -> None:
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.arange(i, i + 9)).float().pow(2).mean(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+
+    found = amp.compare(words, train, levels=["O0", "O2", "O5"], steps=4)
+    assert causes(found) == {"O0": [], "O2": [], "O5": []}
+
+
 def test_a_level_that_cannot_be_run_is_a_result() -> None:
     def only_fp32(model: nn.Module, optimizer: Any, i: int) -> None:
         if model.head.proj.weight.dtype is torch.float16:  # type: ignore[union-attr]
