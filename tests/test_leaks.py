@@ -130,6 +130,17 @@ def test_a_step_leaves_no_object(level: str, make: Any, monkeypatch: pytest.Monk
     assert len(gc.get_objects()) - before < 25
 
 
+@pytest.mark.parametrize("level", QUICK)
+def test_moments_that_a_script_replaces_are_freed(level: str) -> None:
+    model, optimizer = started(build()[0], amp.optimizers.FusedAdam, level)
+    for _ in range(3):
+        step(model, optimizer)
+    for state in optimizer.state.values():
+        freed = weakref.ref(state["exp_avg"])
+        state["exp_avg"] = state["exp_avg"].clone()
+        assert freed() is None
+
+
 @pytest.mark.parametrize(("level", "cycles"), RUNS)
 def test_sessions_of_their_own_that_are_dropped_leave_nothing(level: str, cycles: int) -> None:
     others: Any = build()
