@@ -281,9 +281,7 @@ class Pairs:
 
     def hide(self) -> None:
         """Leave the gradients to the masters alone, so that a backward may make new ones."""
-        lists = host_lists.lists
-        if not lists.are_same(lists.read_slot(self.pairs, "grad"), [None] * len(self.pairs)):
-            store_grads(self.models)
+        store_grads(self.models)
 
     def show(self, shown: list[Tensor] | None = None) -> None:
         """Give parameters the gradients of their masters, and note them.
