@@ -281,7 +281,7 @@ class Pairs:
 
     def hide(self) -> None:
         """Leave the gradients to the masters alone, so that a backward may make new ones."""
-        store_grads(self.models)
+        host_lists.lists.clear_grads(self.models)
 
     def show(self, shown: list[Tensor] | None = None) -> None:
         """Give parameters the gradients of their masters, and note them.
