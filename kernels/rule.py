@@ -113,7 +113,7 @@ class StepArguments(NamedTuple):
     lists: Streams
     steps: Sequence[Tensor]
     of_tensor: Tensor | None
-    origins: Sequence[Origin] | None
+    origins: tuple[Origin, ...] | None
     inv_scale: Tensor | None
     clip: Tensor | None
     found_inf: Tensor | None

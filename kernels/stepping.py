@@ -151,8 +151,7 @@ def step(
         if tensors is not None
     }
     arguments = StepArguments(
-        *(rule, numbers, lists, steps, of_tensor),
-        *(origins, inv_scale, clip, found_inf, maximize),
+        *(rule, numbers, lists, steps, of_tensor, origins, inv_scale, clip, found_inf, maximize),
         merges=merges and models is not None,
         backend=backend,
     )

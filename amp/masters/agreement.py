@@ -189,10 +189,8 @@ class Pairs:
         """Update the addresses of both lists, and return these pairs."""
         lists = [self.master_list, self.model_list]
         if not self.are_plain:  # a DTensor may have another shard
-            both = zip(lists, self._shards(), strict=True)
-            lists = [
-                known if host_lists.lists.are_same(x, known) else TensorList(x) for known, x in both
-            ]
+            both, are_same = zip(lists, self._shards(), strict=True), host_lists.lists.are_same
+            lists = [known if are_same(x, known) else TensorList(x) for known, x in both]
         self.master_list, self.model_list = [known.now() for known in lists]
         return self
 
@@ -287,7 +285,7 @@ class Pairs:
         """Give parameters the gradients of their masters, and note them.
 
         Args:
-            shown: the gradients of all masters, if the caller has just set them.
+            shown: the gradients of all masters, if the caller knows them.
         """
         grads = list(map(_grad, self.masters)) if shown is None else shown
         host_lists.lists.write_slot(self.pairs, "grad", grads)
