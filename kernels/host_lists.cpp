@@ -1,4 +1,4 @@
-/* Functions of lists of tensors for host_lists.py, which reads the same answers in Python without them.
+/* Functions of lists, most of them of tensors, for host_lists.py, which has the same in Python.
 
    Only small headers of torch: where a tensor's pointer lies in its Python object is found at load. */
 
@@ -128,7 +128,12 @@ template <class F> static PyObject *list_of(PyObject *list, F make)
     PyObject *result = PyList_New(n);
     PyObject *filled = result ? guarded([&]() -> PyObject * {
         for (Py_ssize_t i = 0; i < n; i++) {
-            PyObject *made = make(PyList_GET_ITEM(list, i));
+            if (i >= PyList_GET_SIZE(list)) {  // code of Python that `make` has run may have changed it
+                PyErr_SetString(PyExc_RuntimeError, "the list has changed meanwhile");
+                return nullptr;
+            }
+            PyObject *x = Py_NewRef(PyList_GET_ITEM(list, i)), *made = make(x);
+            Py_DECREF(x);
             if (!made) return nullptr;
             PyList_SET_ITEM(result, i, made);
         }
@@ -239,12 +244,28 @@ static PyObject *are_together(PyObject *, PyObject *const *arguments, Py_ssize_t
     });
 }
 
-/* The dtype of a tensor as Python has it, kept for good, or null and an error. */
+static bool is_usual(PyObject *x)
+{
+    return Py_IS_TYPE(x, usual_types[0]) || Py_IS_TYPE(x, usual_types[1]);
+}
+
+/* The dtype of a tensor as Python has it, a new reference, or null and an error. */
 static PyObject *dtype_of(PyObject *x)
 {
-    PyObject *&dtype = dtypes[static_cast<int>(impl_of(x)->dtype().toScalarType())];
-    if (!dtype) dtype = PyObject_GetAttrString(x, "dtype");
+    PyObject *&known = dtypes[static_cast<int>(impl_of(x)->dtype().toScalarType())];
+    if (known) return Py_NewRef(known);
+    PyObject *dtype = PyObject_GetAttrString(x, "dtype");
+    if (dtype && is_usual(x)) known = Py_NewRef(dtype);  // another class may say something else
     return dtype;
+}
+
+/* Whether the dtype of a tensor is that one; -1, and an error, if it has none. */
+static int has_dtype(PyObject *x, PyObject *dtype)
+{
+    PyObject *own = dtype_of(x);
+    if (own && own != dtype && !is_usual(x)) Py_SETREF(own, PyObject_GetAttrString(x, "dtype"));
+    Py_XDECREF(own);  // dtypes live for good
+    return own ? own == dtype : -1;
 }
 
 /* Arguments: tensors and dtypes. Whether each tensor has that one. */
@@ -259,7 +280,7 @@ static PyObject *have_dtypes(PyObject *, PyObject *const *arguments, Py_ssize_t 
     return guarded([&] {
         bool all = true;
         for (Py_ssize_t i = 0; all && i < n; i++)
-            all = dtype_of(PyList_GET_ITEM(arguments[0], i)) == PyList_GET_ITEM(arguments[1], i);
+            all = has_dtype(PyList_GET_ITEM(arguments[0], i), PyList_GET_ITEM(arguments[1], i)) == 1;
         return PyErr_Occurred() ? nullptr : PyBool_FromLong(all);
     });
 }
@@ -279,7 +300,7 @@ static PyObject *kind(PyObject *, PyObject *list)
             PyObject *size = PyLong_FromLongLong(impl->numel());
             if (!size) return nullptr;
             PyTuple_SET_ITEM(sizes, i, size);
-            PyObject *dtype = Py_XNewRef(dtype_of(x));
+            PyObject *dtype = dtype_of(x);
             if (!dtype) return nullptr;
             PyTuple_SET_ITEM(of, i, dtype);
         }
@@ -304,7 +325,7 @@ static PyObject *are_of_kind(PyObject *, PyObject *const *arguments, Py_ssize_t 
         for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(arguments[0]); i++) {
             c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(arguments[0], i));
             all = impl->is_contiguous() && impl->numel() == PyLong_AsLongLong(PyTuple_GET_ITEM(arguments[1], i))
-                && dtype_of(PyList_GET_ITEM(arguments[0], i)) == PyTuple_GET_ITEM(arguments[2], i);
+                && has_dtype(PyList_GET_ITEM(arguments[0], i), PyTuple_GET_ITEM(arguments[2], i)) == 1;
         }
         return PyErr_Occurred() ? nullptr : PyBool_FromLong(all);
     });
@@ -394,7 +415,10 @@ static PyObject *increment(PyObject *, PyObject *list)
 {
     if (!are_tensors(list, -1)) return nullptr;
     return guarded([&] {
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) impl_of(PyList_GET_ITEM(list, i))->bump_version();
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++) {
+            c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(list, i));
+            if (!impl->is_inference()) impl->bump_version();  // those have none
+        }
         return Py_NewRef(Py_None);
     });
 }
@@ -405,13 +429,12 @@ static PyObject *shards(PyObject *, PyObject *list)
     if (!are_tensors(list, -1)) return nullptr;
     bool are_usual = true;
     PyObject *found = list_of(list, [&](PyObject *x) {
-        const bool is_whole = Py_IS_TYPE(x, usual_types[0]) || Py_IS_TYPE(x, usual_types[1]);
-        PyObject *value = is_whole ? Py_NewRef(x) : PyObject_GetAttr(x, shard_name);
+        PyObject *value = is_usual(x) ? Py_NewRef(x) : PyObject_GetAttr(x, shard_name);
         if (!value && PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
             value = Py_NewRef(x);
         }
-        are_usual &= value && (Py_IS_TYPE(value, usual_types[0]) || Py_IS_TYPE(value, usual_types[1]));
+        are_usual &= value && is_usual(value);
         return value;
     });
     if (!found || are_usual) return found;
@@ -426,8 +449,16 @@ template <class F> static int compare(PyObject *some, PyObject *others, F same)
     PyObject *one = PySequence_Fast(some, "this is no sequence");
     PyObject *other = one ? PySequence_Fast(others, "this is no sequence") : nullptr;
     int result = other ? PySequence_Fast_GET_SIZE(one) == PySequence_Fast_GET_SIZE(other) : -1;
-    for (Py_ssize_t i = 0; result == 1 && i < PySequence_Fast_GET_SIZE(one); i++)
-        result = same(PySequence_Fast_GET_ITEM(one, i), PySequence_Fast_GET_ITEM(other, i));
+    for (Py_ssize_t i = 0; result == 1 && i < PySequence_Fast_GET_SIZE(one); i++) {
+        if (i >= PySequence_Fast_GET_SIZE(other)) {  // code of Python that `same` has run has changed it
+            result = 0;
+            break;
+        }
+        PyObject *x = Py_NewRef(PySequence_Fast_GET_ITEM(one, i)), *y = Py_NewRef(PySequence_Fast_GET_ITEM(other, i));
+        result = same(x, y);
+        Py_DECREF(x);
+        Py_DECREF(y);
+    }
     Py_XDECREF(one);
     Py_XDECREF(other);
     return result;
@@ -460,10 +491,10 @@ static const PyMemberDef *slot_of(PyObject *list, PyObject *name)
     PyObject *slot = type ? PyObject_GetAttr(reinterpret_cast<PyObject *>(type), name) : nullptr;
     if (!slot) PyErr_Clear();
     const PyMemberDef *member = slot && Py_IS_TYPE(slot, &PyMemberDescr_Type) ? reinterpret_cast<PyMemberDescrObject *>(slot)->d_member : nullptr;
-    Py_XDECREF(slot);  // which its class keeps
-    bool is_there = member && member->type == T_OBJECT_EX;
+    bool is_there = member && member->type == T_OBJECT_EX && PyType_IsSubtype(type, PyDescr_TYPE(slot));
     for (Py_ssize_t i = 0; is_there && i < PyList_GET_SIZE(list); i++)
         is_there = Py_IS_TYPE(PyList_GET_ITEM(list, i), type);
+    Py_XDECREF(slot);  // which its class keeps
     if (!is_there) PyErr_SetString(PyExc_TypeError, "these are no objects of one class with this slot");
     return is_there ? member : nullptr;
 }

@@ -47,7 +47,10 @@ _USUAL = {Tensor, torch.nn.Parameter}
 
 
 class InPython:
-    """The functions, in Python. Each takes lists of dense tensors that hold their values themselves."""
+    """The functions, in Python.
+
+    Tensors in their lists are dense, and hold their values themselves, but for those of `shards`.
+    """
 
     @staticmethod
     def addresses(tensors: list[Tensor]) -> tuple[int, ...]:

@@ -65,7 +65,8 @@ class TensorList(list[Tensor]):
         tensors: dense tensors; see `dense`.
         like: a list whose tensors are on the same devices.
         dtype: the dtype of all tensors; they then have the sizes and orders of `like`.
-        before: where tensors in these places were. If they still are, less is to be asked.
+        before: where tensors in these places were. If all were contiguous, and still are what and where
+            they were, less is to be asked.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class TensorList(list[Tensor]):
             self.device = like.device
             if dtype is not None:
                 self.kind = kind_of(like.kind.sizes, (dtype,) * len(tensors), like.kind.orders)
-        if before is not None:
+        if before is not None and before.kind.orders is None:
             lists, kind = host_lists.lists, before.kind
             is_there = lists.are_at(self, before.addresses)
             if is_there and lists.are_of_kind(self, kind.sizes, kind.dtypes):

@@ -23,6 +23,7 @@ import amp
 from amp.distributed import set_values
 from amp.kernels import cpu_loop
 from amp.kernels.language import INTERPRETED
+from amp.kernels.tensor_lists import TensorList
 from amp.optimizers import FusedAdam
 from tests.covering import covering
 
@@ -289,6 +290,20 @@ def test_state_of_another_size_is_refused_before_anything_is_stepped(what: str) 
         training.optimizer.step()
     training.tensors(what)[5].data = kept
     assert all(map(torch.equal, training.bits(), before))
+
+
+def test_moments_that_are_no_longer_channels_last_are_looked_at_again() -> None:
+    weight = nn.Parameter(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
+    optimizer = FusedAdam([weight])
+    weight.grad = torch.ones_like(weight)
+    for _ in range(2):
+        optimizer.step()
+    before = TensorList([moment := optimizer.state[weight]["exp_avg"]]).layout
+    moment.as_strided_(weight.shape, (12, 4, 2, 1))
+    assert TensorList([moment], before=before).kind.orders is None
+    moment.resize_(48)
+    with pytest.raises(ValueError, match="no usable 'exp_avg'"):
+        optimizer.step()
 
 
 PROGRAM = """

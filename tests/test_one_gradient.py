@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import amp
 from amp.errors import AmpRuntimeError
@@ -427,3 +428,23 @@ def test_a_master_that_two_optimizers_come_to_share(level: str, optimizer: str) 
         pairs = zip(model.parameters(), before, strict=True)
         moved.append(torch.cat([(a.detach().float() - b).flatten() for a, b in pairs]))
     torch.testing.assert_close(moved[1], moved[0], rtol=0.05, atol=2e-3)
+
+
+class _Marked(Tensor):
+    """A gradient of a class of the user's."""
+
+
+def test_gradients_of_other_classes_become_fp32_one_by_one() -> None:
+    model = nn.Linear(3, 3)
+    model, optimizer = amp.initialize(
+        model, torch.optim.SGD(model.parameters(), 0.1), opt_level="O5", verbosity=0
+    )
+    with amp.scale_loss(model(torch.ones(1, 3)).sum().float(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+        one = torch.ones(3, 3, dtype=torch.bfloat16)
+        model.weight.grad = TwoTensor(one, one.clone())
+        model.bias.grad = one[0].as_subclass(_Marked)  # type: ignore[assignment]
+    for master in amp.master_params(optimizer):
+        assert master.grad is not None
+        assert master.grad.dtype is torch.float32
+        assert bool((master.grad == 1).all())

@@ -42,7 +42,6 @@ from amp.masters.pair import Pair, untraced
 from amp.torch_versions import HAS_GRAD_DTYPE
 
 _grad = operator.attrgetter("grad")
-_dtype = operator.attrgetter("dtype")
 _grad_dtype = operator.attrgetter("grad_dtype")
 
 
@@ -153,6 +152,8 @@ class Pairs:
 
     def follow_grads(self) -> None:
         """Give both sides the gradient of the side that the script has changed.
+
+        Those of DTensors may be summed over the ranks of the mesh, all of which call this.
 
         Raises:
             AmpRuntimeError: the script has given each side another one.

@@ -237,8 +237,9 @@ class Deferral:
     def shown_by(self, pairs: Pairs) -> list[Tensor] | None:
         """Return the gradients of masters, if they are what stands for deferred ones; else None."""
         is_of_all = self.deferred is not None and self.deferred.of is pairs
-        is_there = is_of_all and host_lists.lists.have_grads(pairs.masters, self._shown)
-        return self._shown if is_there else None
+        if is_of_all and len(self._shown) == len(pairs.masters):  # not so after an interrupt
+            return self._shown if host_lists.lists.have_grads(pairs.masters, self._shown) else None
+        return None
 
     def _count_references(self) -> tuple[list[int], list[int]]:
         """Return how often Python and C++ refer to each tensor that is shown, and to its shard."""

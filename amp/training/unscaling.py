@@ -301,7 +301,7 @@ def add_to_masters(pairs: Pairs) -> None:
     nothing = [None] * len(grads)
     half = next((grad.dtype for grad in grads if grad.dtype in LOW_PRECISION), None)
     are_alike = half is not None and lists.have_dtypes(grads, [half] * len(grads))
-    are_dense = pairs.are_plain and are_alike and lists.are_floats(grads)
+    are_dense = {Tensor}.issuperset(map(type, grads)) and are_alike and lists.are_floats(grads)
     if are_dense and lists.train(grads, [False] * len(grads)):
         new = unscaled(grads, None)
     else:

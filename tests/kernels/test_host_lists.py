@@ -228,6 +228,7 @@ def test_what_has_neither_version_nor_address_raises(way: Any) -> None:
     with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
         way.versions([torch.ones(1), made])
     assert way.addresses([made]) == (made.data_ptr(),)
+    assert way.increment([torch.ones(1), made]) is None
 
 
 class Record:
@@ -274,6 +275,28 @@ def test_same_objects(way: Any) -> None:
     assert way.are_all_same([some, []], (tuple(some), []))
     assert not way.are_all_same([some, some], [some, some[1:]])
     assert not way.are_all_same([some], [some, some])
+
+
+def test_what_a_class_says_of_its_dtype_is_of_no_other(way: Any) -> None:
+    class Wide(Tensor):
+        dtype = property(lambda _: torch.float64)  # type: ignore[assignment]
+
+    narrow = torch.ones(2, dtype=torch.uint32)
+    wide = narrow.as_subclass(Wide)
+    for _ in range(2):
+        assert way.have_dtypes([wide, narrow], [torch.float64, torch.uint32])
+        assert way.kind([narrow])[1] == (torch.uint32,)
+
+
+def test_a_list_that_changes_meanwhile_is_named(in_cpp: Any) -> None:
+    class Clearing(dict[str, int]):
+        def __getitem__(self, key: str) -> int:
+            mappings.clear()
+            return 1
+
+    mappings = [Clearing(), {"a": 1}]
+    with pytest.raises(RuntimeError, match="changed meanwhile"):
+        in_cpp.items(mappings, "a")
 
 
 def outcome(function: Any, *arguments: Any) -> Any:
