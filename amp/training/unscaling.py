@@ -294,11 +294,10 @@ def add_to_masters(pairs: Pairs) -> None:
     An interrupt finds each in exactly one place.
     """
     pairs.check_devices()
-    if not pairs.are_plain:
-        place_gradients(pairs.models)
-    pairs = pairs.only([grad is not None for grad in map(_grad, pairs.models)])
-    grads, masters, lists = list(map(_grad, pairs.models)), pairs.masters, host_lists.lists
-    nothing = [None] * len(grads)
+    every = list(map(_grad, pairs.models)) if pairs.are_plain else place_gradients(pairs.models)
+    there = [grad is not None for grad in every]
+    pairs, grads, lists = pairs.only(there), list(compress(every, there)), host_lists.lists
+    masters, nothing = pairs.masters, [None] * len(grads)
     half = next((grad.dtype for grad in grads if grad.dtype in LOW_PRECISION), None)
     are_alike = half is not None and lists.have_dtypes(grads, [half] * len(grads))
     are_dense = {Tensor}.issuperset(map(type, grads)) and are_alike and lists.are_floats(grads)
