@@ -552,19 +552,18 @@ static PyObject *items(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
 static PyMethodDef methods[] = {
-    {"prepare", FAST(prepare), nullptr},       {"addresses", addresses, METH_O, nullptr},
-    {"versions", versions, METH_O, nullptr},   {"have_grads", FAST(have_grads), nullptr},
-    {"train", FAST(train), nullptr},           {"are_together", FAST(are_together), nullptr},
-    {"have_dtypes", FAST(have_dtypes), nullptr}, {"clear_grads", clear_grads, METH_O, nullptr},
-    {"set_grads", FAST(set_grads), nullptr},   {"are_floats", are_floats, METH_O, nullptr},
-    {"kind", kind, METH_O, nullptr},           {"go_together", go_together, METH_O, nullptr},
-    {"numbers", numbers, METH_O, nullptr},     {"add", FAST(add), nullptr},
-    {"are_at", FAST(are_at), nullptr},         {"increment", increment, METH_O, nullptr},
-    {"shards", shards, METH_O, nullptr},
-    {"are_all_same", FAST(are_all_same), nullptr},
-    {"are_same", FAST(are_same), nullptr},     {"items", FAST(items), nullptr},
-    {"are_of_kind", FAST(are_of_kind), nullptr},
-    {"read_slot", FAST(read_slot), nullptr},   {"write_slot", FAST(write_slot), nullptr},
+    {"prepare", FAST(prepare), nullptr},               {"addresses", addresses, METH_O, nullptr},
+    {"versions", versions, METH_O, nullptr},           {"have_grads", FAST(have_grads), nullptr},
+    {"train", FAST(train), nullptr},                   {"are_together", FAST(are_together), nullptr},
+    {"have_dtypes", FAST(have_dtypes), nullptr},       {"clear_grads", clear_grads, METH_O, nullptr},
+    {"set_grads", FAST(set_grads), nullptr},           {"are_floats", are_floats, METH_O, nullptr},
+    {"kind", kind, METH_O, nullptr},                   {"go_together", go_together, METH_O, nullptr},
+    {"numbers", numbers, METH_O, nullptr},             {"add", FAST(add), nullptr},
+    {"are_at", FAST(are_at), nullptr},                 {"increment", increment, METH_O, nullptr},
+    {"shards", shards, METH_O, nullptr},               {"are_all_same", FAST(are_all_same), nullptr},
+    {"are_same", FAST(are_same), nullptr},             {"items", FAST(items), nullptr},
+    {"are_of_kind", FAST(are_of_kind), nullptr},       {"read_slot", FAST(read_slot), nullptr},
+    {"write_slot", FAST(write_slot), nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

@@ -574,10 +574,10 @@ class Gradients:
 
     def _drop(self, is_to_none: bool = True) -> None:
         pairs = self.parameters.pairs
-        if pairs.pairs and is_to_none:
-            host_lists.lists.clear_grads(pairs.masters)
-            host_lists.lists.clear_grads(pairs.models)
         if pairs.pairs:
+            if is_to_none:
+                host_lists.lists.clear_grads(pairs.masters)
+                host_lists.lists.clear_grads(pairs.models)
             pairs.forget_grads()
         self.were_stepped = False
         if self.capabilities.takes_scaled:
