@@ -111,4 +111,4 @@ def _scaled(
     return products
 
 
-_AXPBY = Elementwise(axpby_kernel, axpby_reference, writes=1, block=BLOCK)
+_AXPBY = Elementwise(axpby_kernel, axpby_reference, writes=1, block=BLOCK, in_cpp="axpby")

@@ -31,26 +31,10 @@ template <class T> static inline Floats agree(const Floats &ours, const Floats &
     return convert<float, 2, T, 1>(convert<T, 1, float, 2>(ours)) == theirs;
 }
 
-static inline bool is_all(const Floats &mask) { return !(mask[0].zero_mask() | mask[1].zero_mask()); }
-
 /* Masters, but the values of their parameters where these do not agree. */
 template <class T> static inline Floats merged(const Floats &ours, const Floats &theirs)
 {
     return Floats::blendv(theirs, ours, agree<T>(ours, theirs));
-}
-
-/* Merge masters in memory; or with a flag, set it if that would change any. */
-template <class T> static inline void merge(const T *parameter, float *master, int64_t n, float *flag)
-{
-    static const float one = 1.0f;
-    const Floats ours = read(master, n), theirs = read(parameter, n);
-    Floats is_kept = agree<T>(ours, theirs);
-    if (is_all(is_kept)) return;
-    is_kept = is_kept | ((ours != ours) & (theirs != theirs));
-    if (n < WIDTH) is_kept = Floats::set(Floats(0) == Floats(0), is_kept, n);  // the rest is no element
-    if (is_all(is_kept)) return;
-    if (flag) __atomic_store(flag, &one, __ATOMIC_RELAXED);
-    else write(Floats::blendv(theirs, ours, is_kept), master, n);
 }
 
 /* See rule.py. All elements of the factor are the same, and a branch that they all take costs nothing. */

@@ -4,7 +4,7 @@ Memory bandwidth limits a step, and eager torch goes through memory for each ope
 loop reads and writes each tensor once, on as many threads as torch uses, and one call steps all tensors
 of a list. The formula is the one that eager torch runs: it is called once, with C++ expressions instead
 of tensors. Vectors and conversions are those of torch's own CPU kernels. Compiled loops are kept
-for later processes. Merges of masters (`amp.kernels.master_copy`) are a loop of the same kind.
+for later processes.
 
 `torch.compile` makes a loop of the formula too, but for one tensor: each of hundreds would take a call
 with guards and views, and the first step would import and run all of Inductor.
@@ -18,7 +18,7 @@ import itertools
 import operator
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ from amp.kernels.tensor_lists import TensorList, are_plain
 
 WORTH_COMPILING = 2**20
 """The number of elements from which the loop soon saves more time than its compilation takes."""
-LONG = 1000
+LONG = 100
 """After how many steps the loop for fewer elements is compiled beside the training."""
 PARALLEL = 2**15
 """The number of elements from which a tensor is divided among threads."""
@@ -161,7 +161,7 @@ def plan_loop(
     types = tuple([(name, TYPES[dtype]) for name, dtype in dtypes.items()])
     elements = sum(lists["param"].kind.sizes)
     made_of = update.formula, types, len(update.numbers), update.own_bits is not None, update.merges
-    loop = loop_for(source_of, made_of, "the optimizer step", elements)
+    loop = loop_for(made_of, elements)
     if loop is None:
         return indices, None
     flat, left = indices, list[int]()
@@ -172,12 +172,12 @@ def plan_loop(
     if update.own_bits is not None:
         keys, origins = update.own_bits[0].tolist(), update.own_bits[1]
         columns += zip(*[(keys[i], *origins[i][1:]) for i in flat], strict=True)
-    rows = rows_of([*lists.values()], flat, *columns)
+    rows = _rows_of([*lists.values()], flat, *columns)
     floats = (ctypes.c_float * len(update.numbers))(*update.numbers)
     return left, functools.partial(loop, rows, len(flat), floats, torch.get_num_threads())
 
 
-def rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Sequence[int]) -> Any:
+def _rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Sequence[int]) -> Any:
     """Return rows for a loop, column by column: the addresses of tensors, their size, and `columns`."""
     first = [*[tensors.addresses for tensors in lists], lists[0].kind.sizes]
     if len(indices) < len(lists[0]):
@@ -192,41 +192,37 @@ _asked: Counter[tuple[Any, ...]] = Counter()
 """How often loops that are not loaded were asked for."""
 
 
-def loop_for(source: Callable[..., str], made_of: tuple[Any, ...], purpose: str, elements: int) -> Any:
+def loop_for(made_of: tuple[Any, ...], elements: int) -> Any:
     """Return a loop, or None: if it cannot be compiled, which is logged, or is not compiled yet.
 
     For many elements it is compiled now, which takes some seconds. For few it is loaded if an earlier
     process has compiled it; if none has, it is compiled in another thread in a long training.
 
     Args:
-        source: returns the loop in C++.
-        made_of: the arguments of `source`.
-        purpose: names the loop in the log.
+        made_of: the arguments of `source_of`.
         elements: how many elements it is to go through.
     """
-    key = source, *made_of
-    if key in _loops:
-        return _loops[key]
-    _asked[key] += 1
+    if made_of in _loops:
+        return _loops[made_of]
+    _asked[made_of] += 1
     if elements >= WORTH_COMPILING:
-        _load(key, purpose)
-    elif _asked[key] == 1:
-        _load(key, purpose, compiles=False)
-    elif _asked[key] == LONG:
-        in_background(_load, key, purpose)
-    return _loops.get(key)
+        _load(made_of)
+    elif _asked[made_of] == 1:
+        _load(made_of, compiles=False)
+    elif _asked[made_of] == LONG:
+        in_background(_load, made_of)
+    return _loops.get(made_of)
 
 
-def _load(key: tuple[Any, ...], purpose: str, compiles: bool = True) -> None:
+def _load(made_of: tuple[Any, ...], compiles: bool = True) -> None:
     """Load a loop; if it `compiles` nothing, only one that is compiled already."""
-    make_source, *made_of = key
-    source = make_source(*made_of)
-    library = load_or_log(source, purpose) if compiles else load_kept(source)
+    source = source_of(*made_of)
+    library = load_or_log(source, "the optimizer step") if compiles else load_kept(source)
     if library is not None:
         library.run.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
         library.run.restype = None
     if compiles or library is not None:
-        _loops[key] = library and library.run
+        _loops[made_of] = library and library.run
 
 
 def source_of(
@@ -286,26 +282,11 @@ def source_of(
     if low:
         own = second if len(moments) == 2 else first
         results["param"], results["low"] = part_halves(p, own, *of_low, _IN_CPP)
-    written = [name for name, _ in types if name != "grad"]
-    lines = [statement % name for statement, name in body.items()]
-    lines += [f"write({results[name].name}, {name}_at, n);" for name in written]
-    return loop_over(types, lines, numbers, 4 * is_random)
-
-
-def loop_over(
-    types: Sequence[tuple[str, str]], body: Sequence[str], numbers: int = 0, columns: int = 0
-) -> str:
-    """Return a loop in C++ over the elements of lists of tensors.
-
-    Args:
-        types: the name of each list, and its C++ type.
-        body: statements for `n` elements from `i` on, with an address `<name>_at` in each list.
-        numbers: how many numbers it takes.
-        columns: how many more numbers the `row` of a tensor has, after its addresses and its size.
-    """
     lines = [
         f"auto {x}_at = reinterpret_cast<{cpp} *>(row[{k}]) + i;" for k, (x, cpp) in enumerate(types)
     ]
-    macros = {"BODY": " ".join([*lines, *body]), "PARALLEL": PARALLEL, "NUMBERS": numbers}
-    macros |= {"STREAMS": len(types), "COLUMNS": len(types) + 1 + columns}
+    lines += [statement % name for statement, name in body.items()]
+    lines += [f"write({results[x].name}, {x}_at, n);" for x, _ in types if x != "grad"]
+    macros = {"BODY": " ".join(lines), "PARALLEL": PARALLEL, "NUMBERS": numbers}
+    macros |= {"STREAMS": len(types), "COLUMNS": len(types) + 1 + 4 * is_random}
     return read_source("cpu_loop.cpp", macros)

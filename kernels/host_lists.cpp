@@ -6,6 +6,11 @@
 #include <Python.h>
 #include <structmember.h>
 #include <ATen/core/TensorBase.h>
+#include <ATen/cpu/vec/vec.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -393,6 +398,39 @@ static PyObject *numbers(PyObject *, PyObject *list)
     });
 }
 
+/* Whether a tensor has its values on the CPU itself, without gaps, and is nothing that watches operations. */
+static bool is_stream(const c10::TensorImpl *x)
+{
+    using Key = c10::DispatchKey;
+    static const c10::DispatchKeySet usual{Key::CPU, Key::ADInplaceOrView, Key::AutogradCPU, Key::AutocastCPU};
+    const auto dtype = x->dtype().toScalarType();
+    return !(x->key_set().raw_repr() & ~usual.raw_repr()) && is_float(dtype) && dtype != c10::kDouble
+        && x->is_non_overlapping_and_dense();
+}
+
+/* Arguments: a contiguous tensor of float32 on the CPU, and a list of as many numbers. Writes them to it. */
+static PyObject *put(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count)) return nullptr;
+    PyObject *list = arguments[1];
+    c10::TensorImpl *impl = PyObject_TypeCheck(arguments[0], tensor_type) ? impl_of(arguments[0]) : nullptr;
+    const bool fits = impl && is_stream(impl) && impl->dtype().toScalarType() == c10::kFloat && PyList_Check(list)
+        && impl->is_contiguous() && impl->numel() == PyList_GET_SIZE(list);
+    if (!fits) {
+        PyErr_SetString(PyExc_TypeError, "this is no tensor of so many numbers");
+        return nullptr;
+    }
+    return guarded([&]() -> PyObject * {
+        std::vector<float> all;
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++)
+            all.push_back(static_cast<float>(PyFloat_AsDouble(PyList_GET_ITEM(list, i))));
+        if (PyErr_Occurred()) return nullptr;
+        if (!all.empty()) std::memcpy(impl->mutable_data(), all.data(), all.size() * sizeof(float));
+        if (!impl->is_inference()) impl->bump_version();
+        return Py_NewRef(Py_None);
+    });
+}
+
 /* Arguments: tensors of one number, and a number to add to each. */
 static PyObject *add(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -550,6 +588,207 @@ static PyObject *items(PyObject *, PyObject *const *arguments, Py_ssize_t count)
     return list_of(arguments[0], [arguments](PyObject *x) { return PyObject_GetItem(x, arguments[1]); });
 }
 
+/* Passes over the elements of lists on the CPU. */
+
+using namespace at::vec;
+using Floats = VectorizedN<float, 2>;  // as many numbers as there are in one vector of 16-bit floats
+constexpr int64_t WIDTH = Floats::size(), CHUNK = 32 * WIDTH;  // chunks of all lists fit in a core's cache
+constexpr int64_t PIECE = 1 << 15;  // the elements that are worth a thread
+constexpr int64_t LONG = 1 << 20;   // the elements during which other threads of Python go on
+
+template <class T> static void widen(const T *from, float *to, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        const int64_t count = std::min(WIDTH, n - i);
+        convert<float, 2, T, 1>(VectorizedN<T, 1>::loadu(from + i, count)).store(to + i, count);
+    }
+}
+
+template <class T> static void narrow(const float *from, T *to, int64_t n)
+{
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        const int64_t count = std::min(WIDTH, n - i);
+        convert<T, 1, float, 2>(Floats::loadu(from + i, count)).store(to + i, count);
+    }
+}
+
+/* The elements of a tensor in float32, float16 or bfloat16, in the order of memory. */
+struct Stream {
+    void *memory;
+    c10::ScalarType dtype;
+
+    /* Returns n numbers from i on, in a buffer if they are in 16 bits. */
+    float *read(int64_t i, int64_t n, float *buffer) const
+    {
+        if (dtype == c10::kFloat) return static_cast<float *>(memory) + i;
+        if (dtype == c10::kHalf) widen(static_cast<c10::Half *>(memory) + i, buffer, n);
+        else widen(static_cast<c10::BFloat16 *>(memory) + i, buffer, n);
+        return buffer;
+    }
+
+    void write(int64_t i, int64_t n, const float *numbers) const
+    {
+        if (dtype == c10::kFloat) std::memmove(static_cast<float *>(memory) + i, numbers, n * sizeof *numbers);
+        else if (dtype == c10::kHalf) narrow(numbers, static_cast<c10::Half *>(memory) + i, n);
+        else narrow(numbers, static_cast<c10::BFloat16 *>(memory) + i, n);
+    }
+};
+
+static bool are_finite(const float *numbers, int64_t n)
+{
+    int bad = 0;
+    for (int64_t i = 0; i < n; i++) bad |= numbers[i] - numbers[i] != 0;
+    return !bad;
+}
+
+/* What a pass does with the i-th elements x, y and out of lists: see Elementwise in launch_plans.py. */
+struct Pass {
+    enum { COPY, CHECK, AXPBY, MERGE } what;  // the first is an unscale too
+    float a, b;
+    bool checks;
+
+    /* Goes over n elements, at most CHUNK, from i on. Returns whether to set the flag. */
+    bool run(const Stream *of, int64_t i, int64_t n) const
+    {
+        if (what == MERGE) return merge(of[0], of[1], i, n);
+        alignas(64) float buffers[3][CHUNK];
+        const float *x = of[0].read(i, n, buffers[0]), *ax = x;
+        if (a != 1) {
+            for (int64_t k = 0; k < n; k++) buffers[1][k] = x[k] * a;
+            ax = buffers[1];
+        }
+        if (what == CHECK) return !are_finite(ax, n);
+        if (what == COPY) {
+            of[1].write(i, n, ax);
+            return checks && !are_finite(of[1].read(i, n, buffers[2]), n);
+        }
+        const bool is_bad = checks && !are_finite(ax, n);
+        const float *y = of[1].read(i, n, buffers[2]);
+        for (int64_t k = 0; k < n; k++) buffers[0][k] = ax[k] + (b == 1 ? y[k] : b * y[k]);
+        of[2].write(i, n, buffers[0]);
+        return is_bad;
+    }
+
+    /* Lets masters take the values of their parameters where these are not the rounded masters; if it
+       `checks`, only returns whether there are any. */
+    bool merge(const Stream &parameter, const Stream &master, int64_t i, int64_t n) const
+    {
+        alignas(64) float buffers[2][CHUNK];
+        alignas(64) uint16_t some[CHUNK];
+        const Stream rounded{some, parameter.dtype};
+        float *ours = master.read(i, n, nullptr);
+        rounded.write(0, n, ours);
+        const float *theirs = parameter.read(i, n, buffers[0]), *known = rounded.read(0, n, buffers[1]);
+        const auto agree = [=](int64_t k) {
+            return (known[k] == theirs[k]) | ((ours[k] != ours[k]) & (theirs[k] != theirs[k]));
+        };
+        int all = 1;
+        for (int64_t k = 0; k < n; k++) all &= agree(k);
+        if (!all && !checks)
+            for (int64_t k = 0; k < n; k++) ours[k] = agree(k) ? ours[k] : theirs[k];
+        return !all;
+    }
+};
+
+/* Finds the streams of the i-th tensors of lists; whether they go together. */
+static bool find_streams(PyObject *lists, Py_ssize_t i, Stream *of)
+{
+    const c10::TensorImpl *first = nullptr;
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(lists); k++) {
+        c10::TensorImpl *x = impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, k), i));
+        if (!is_stream(x)) return false;
+        if (!k) first = x;
+        const bool are_alike = x->sizes() == first->sizes()
+            && (x->strides() == first->strides() || (x->is_contiguous() && first->is_contiguous()));
+        of[k] = {x->mutable_data(), x->dtype().toScalarType()};
+        if (!are_alike || (!of[k].memory && x->numel())) return false;
+    }
+    return true;
+}
+
+/* Whether a factor or a flag is on the CPU, if it is a tensor. */
+static bool is_on_cpu(PyObject *x)
+{
+    return !PyObject_TypeCheck(x, tensor_type) || impl_of(x)->device().is_cpu();
+}
+
+/* A number of Python, or of a tensor; 0 if it is neither, with an error. */
+static float factor_of(PyObject *x)
+{
+    if (!PyObject_TypeCheck(x, tensor_type)) return static_cast<float>(PyFloat_AsDouble(x));
+    const float *number = number_of(x);
+    return number ? *number : 0;
+}
+
+/* Arguments: the name of a pass, a list of lists of tensors, two factors, a flag or None, and how many
+   threads there are. Makes the pass; returns whether it has, all or nothing. */
+static PyObject *go_over(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    const char *name = count == 6 ? PyUnicode_AsUTF8(arguments[0]) : nullptr;
+    PyObject *lists = count == 6 ? arguments[1] : nullptr;
+    if (!name || !PyList_Check(lists) || !PyList_GET_SIZE(lists) || PyList_GET_SIZE(lists) > 3) {
+        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "go_over(name, lists, a, b, flag, threads)");
+        return nullptr;
+    }
+    const Py_ssize_t n = PyList_Check(PyList_GET_ITEM(lists, 0)) ? PyList_GET_SIZE(PyList_GET_ITEM(lists, 0)) : 0;
+    const Py_ssize_t streams = PyList_GET_SIZE(lists);
+    for (Py_ssize_t k = 0; k < streams; k++)
+        if (!are_tensors(PyList_GET_ITEM(lists, k), -1)) return nullptr;
+        else if (PyList_GET_SIZE(PyList_GET_ITEM(lists, k)) != n) Py_RETURN_FALSE;
+    if (!std::all_of(arguments + 2, arguments + 5, is_on_cpu)) Py_RETURN_FALSE;
+    float *flag = arguments[4] == Py_None ? nullptr : number_of(arguments[4]);
+    const int threads = static_cast<int>(PyLong_AsLong(arguments[5]));
+    Pass pass{Pass::COPY, factor_of(arguments[2]), factor_of(arguments[3]), flag != nullptr};
+    if (PyErr_Occurred()) return nullptr;
+    if (!std::strcmp(name, "check")) pass.what = Pass::CHECK;
+    else if (!std::strcmp(name, "axpby")) pass.what = Pass::AXPBY;
+    else if (!std::strcmp(name, "merge")) pass.what = Pass::MERGE;
+    return guarded([&]() -> PyObject * {
+        const char *backend = std::getenv("AMP_KERNELS");
+        if ((backend && *backend) || c10::impl::TorchDispatchModeTLS::any_modes_set()) return Py_NewRef(Py_False);
+        struct Piece { Stream of[3]; int64_t begin, end; };
+        std::vector<Piece> pieces;
+        int64_t total = 0;
+        for (Py_ssize_t i = 0; i < n; i++) {
+            Piece piece{{}, 0, 0};
+            if (!find_streams(lists, i, piece.of)) return Py_NewRef(Py_False);
+            if (pass.what == Pass::MERGE && (piece.of[0].dtype == c10::kFloat || piece.of[1].dtype != c10::kFloat))
+                return Py_NewRef(Py_False);
+            const int64_t size = impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, 0), i))->numel();
+            for (; piece.begin < size; piece.begin = piece.end) {
+                piece.end = std::min(size, piece.begin + PIECE);
+                pieces.push_back(piece);
+            }
+            total += size;
+        }
+        const bool writes = pass.what == Pass::COPY || pass.what == Pass::AXPBY;
+        for (Py_ssize_t i = 0; writes && i < n; i++) {
+            c10::TensorImpl *x = impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, streams - 1), i));
+            if (!x->is_inference()) x->bump_version();
+        }
+        int bad = 0;
+        const auto run = [&] {
+            #pragma omp parallel for num_threads(threads) reduction(|:bad) if (total > PIECE)
+            for (std::size_t p = 0; p < pieces.size(); p++)
+                for (int64_t i = pieces[p].begin; i < pieces[p].end; i += CHUNK)
+                    bad |= pass.run(pieces[p].of, i, std::min(CHUNK, pieces[p].end - i));
+        };
+        if (total < LONG) {
+            run();
+        } else {
+            std::vector<c10::Storage> kept;  // other threads may move tensors meanwhile
+            for (Py_ssize_t k = 0; k < streams; k++)
+                for (Py_ssize_t i = 0; i < n; i++)
+                    kept.push_back(impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, k), i))->storage());
+            Py_BEGIN_ALLOW_THREADS
+            run();
+            Py_END_ALLOW_THREADS
+        }
+        if (flag && bad) *flag = 1;
+        return Py_NewRef(Py_True);
+    });
+}
+
 #define FAST(function) reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL
 static PyMethodDef methods[] = {
     {"prepare", FAST(prepare), nullptr},               {"addresses", addresses, METH_O, nullptr},
@@ -563,7 +802,8 @@ static PyMethodDef methods[] = {
     {"shards", shards, METH_O, nullptr},               {"are_all_same", FAST(are_all_same), nullptr},
     {"are_same", FAST(are_same), nullptr},             {"items", FAST(items), nullptr},
     {"are_of_kind", FAST(are_of_kind), nullptr},       {"read_slot", FAST(read_slot), nullptr},
-    {"write_slot", FAST(write_slot), nullptr},
+    {"write_slot", FAST(write_slot), nullptr},         {"go_over", FAST(go_over), nullptr},
+    {"put", FAST(put), nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

@@ -132,6 +132,23 @@ class InPython:
         )
 
     @staticmethod
+    def go_over(name: str, lists: list[list[Tensor]], a: Any, b: Any, flag: Any, threads: int) -> bool:
+        """Make a pass over lists on the CPU, and return whether that was done; here it never is.
+
+        C++ takes lists that lie in memory alike, in float32 or 16 bits, where no mode watches
+        operations, and leaves all others to torch. No interrupt comes in between.
+
+        Args:
+            name: `copy`, `unscale`, `check`, `axpby` or `merge`, as functions of `amp.kernels` are.
+            lists: the tensors.
+            a: the factor, a number or float32 `[1]` on the CPU.
+            b: the second factor of an `axpby`.
+            flag: float32 `[1]` on the CPU, to be set, or None.
+            threads: how many threads there are.
+        """
+        return False
+
+    @staticmethod
     def are_floats(tensors: list[Tensor]) -> bool:
         """Whether all tensors are strided, and of a floating-point dtype that kernels take."""
         return FLOATS.issuperset(map(_dtype, tensors)) and _STRIDED.issuperset(map(_layout, tensors))
@@ -179,6 +196,11 @@ class InPython:
     def numbers(tensors: list[Tensor]) -> list[float]:
         """Return the numbers of tensors, float32 `[]` each, on the CPU."""
         return torch.stack(tensors).tolist()
+
+    @staticmethod
+    def put(tensor: Tensor, numbers: list[float]) -> None:
+        """Write numbers to a tensor `[n]`, float32 on the CPU."""
+        tensor.copy_(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
 
     add = staticmethod(torch._foreach_add_)
     """Adds a number to each tensor, float32 `[]`, on the CPU. No interrupt comes in between."""

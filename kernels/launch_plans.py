@@ -339,6 +339,7 @@ class Elementwise(NamedTuple):
         writes: how many lists are written and get a new version; they are the last ones.
         block: the number of elements of a chunk.
         flag: the name of the argument, float32 `[1]` or None, that kernel and reference set.
+        in_cpp: its name for `go_over` of `amp.kernels.host_lists`, if that does the same on the CPU.
     """
 
     kernel: Any
@@ -346,8 +347,8 @@ class Elementwise(NamedTuple):
     writes: int
     block: int
     flag: str = "found_inf"
+    in_cpp: str = ""
 
-    @without_grad
     def run(
         self,
         lists: Sequence[Sequence[Tensor]],
@@ -363,6 +364,29 @@ class Elementwise(NamedTuple):
             bad_steps: where a check records the tensors that are not finite.
             **arguments: numbers, or float32 `[1]` each, or None, for kernel and reference alike.
         """
+        if not self.run_in_cpp(lists, backend, **arguments):
+            self._run(lists, backend, bad_steps, **arguments)
+
+    def run_in_cpp(
+        self, lists: Sequence[Sequence[Tensor]], backend: str | None = None, **arguments: Any
+    ) -> bool:
+        """Run it in C++, if all tensors are on the CPU and C++ takes them; return whether it has."""
+        if backend or not self.in_cpp or torch.compiler.is_compiling():
+            return False
+        flag = arguments.pop(self.flag, None)
+        a, b, *_ = *arguments.values(), 1.0, 1.0
+        given = [x if isinstance(x, list) else list(x) for x in lists]
+        done: bool = host_lists.lists.go_over(self.in_cpp, given, a, b, flag, torch.get_num_threads())
+        return done
+
+    @without_grad
+    def _run(
+        self,
+        lists: Sequence[Sequence[Tensor]],
+        backend: str | None,
+        bad_steps: BadSteps | None,
+        **arguments: Any,
+    ) -> None:
         flag = arguments.get(self.flag)
         if (flag is None or flag.is_cpu) and takes_at_once(lists, backend):
             self.reference(*lists, **arguments)

@@ -15,7 +15,7 @@ or float64 on either side of a copy, where what is too large for the target beco
 float16 or bfloat16, and float32. Launches: one for each device and pair of dtypes; plain torch takes a
 few for each 16 million elements of a merge. Memory traffic: a copy reads each source and writes each
 target once; a merge reads each tensor once, 6 bytes an element. A block of MERGE_BLOCK elements is
-written only if one of them changes, on the CPU a vector or a slice. In a fused step the merge happens
+written only if one of them changes, on the CPU a chunk or a slice. In a fused step the merge happens
 in registers, and costs 2 bytes; see `amp.kernels.stepping`. Reference of copies: `torch.Tensor.copy_`.
 
 No version of a master goes up: a version says that a script has written to the master itself. Only a
@@ -26,18 +26,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
-from amp.kernels import cpu_loop
-from amp.kernels.backend import is_eager, requested
+from amp.kernels.backend import is_eager
 from amp.kernels.interrupts import without_grad
 from amp.kernels.language import each_part, jit, narrow, report, tl, widened
 from amp.kernels.launch_plans import Elementwise, UnsupportedTensorError, are_flat
-from amp.kernels.tensor_lists import Kind, TensorList, are_plain, dense
+from amp.kernels.tensor_lists import Kind, are_plain, dense
 
 BLOCK = 8192
 MERGE_BLOCK = 4096
@@ -59,18 +58,6 @@ def master_copy(
     _COPY.run((sources, targets), backend)
 
 
-def round_back(masters: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-    """Round masters into their parameters; each parameter's version goes up. The host does not wait.
-
-    The lists and errors are those of `merge`. On the CPU two `TensorList`s that were merged before are
-    not looked at again.
-    """
-    if _run_prepared(parameters, masters, ROUND):
-        torch.autograd.graph.increment_version(parameters)
-    else:
-        master_copy(masters, parameters)
-
-
 def merge(
     parameters: Sequence[Tensor], masters: Sequence[Tensor], *, backend: str | None = None
 ) -> None:
@@ -79,15 +66,19 @@ def merge(
     Args:
         parameters: float16 or bfloat16.
         masters: float32. No version of them goes up, and where they agree with their parameters nothing
-            is written. On the CPU two `TensorList`s that were merged before are not looked at again.
+            is written.
         backend: see `amp.kernels.backend`.
 
     Raises:
         ValueError: the lists do not match.
         UnsupportedTensorError: a dtype that is not listed above.
     """
-    if backend or not _run_prepared(parameters, masters, MERGE):
-        _run(parameters, masters, None, backend)
+    _run(parameters, masters, None, backend)
+
+
+def merge_in_cpp(parameters: Sequence[Tensor], masters: Sequence[Tensor]) -> bool:
+    """Do `merge` if all tensors are on the CPU and C++ takes them; return whether that was done."""
+    return _MERGE.run_in_cpp((parameters, masters))
 
 
 @without_grad
@@ -119,8 +110,7 @@ def _run(
     """Merge, or with a flag, float32 `[1]`, set it if that would change anything."""
     both = dense(parameters), dense(masters)
     _check(*[tensors.kind for tensors in both])
-    operation = _MERGE_PLAINLY if backend else _MERGE
-    operation.run(both, backend, flag=flag)
+    _MERGE.run(both, backend, flag=flag)
 
 
 @functools.lru_cache(maxsize=64)
@@ -174,59 +164,6 @@ def merge_kernel(rows, chunks, flag, DTYPES: tl.constexpr, BLOCK: tl.constexpr):
     each_part(_merge, rows, chunks, flag, DTYPES, BLOCK)
 
 
-# On the CPU, in C++.
-
-
-MERGE, ROUND = 0, 1
-"""The loop's task, by the last number of a row; any other number is the address of a flag."""
-
-
-class _Table(NamedTuple):
-    """The loop's arguments for two lists, as long as they are these objects and their tensors stay.
-
-    It belongs to the list of masters.
-    """
-
-    parameters: TensorList
-    loop: Any
-    rows: dict[int, Any]
-
-
-def _source_of(dtype: torch.dtype) -> str:
-    """Return the loop in C++, for parameters of a dtype."""
-    lists = [("parameter", cpu_loop.TYPES[dtype]), ("master", cpu_loop.TYPES[torch.float32])]
-    merges = "merge(parameter_at, master_at, n, reinterpret_cast<float *>(row[3]))"
-    rounds = "write(read(master_at, n), parameter_at, n)"
-    return cpu_loop.loop_over(lists, [f"if (row[3] == {ROUND}) {rounds}; else {merges};"], columns=1)
-
-
-def _run_in_cpp(loop: Any, parameters: Sequence[Tensor], masters: Sequence[Tensor], does: int) -> bool:
-    """Let the loop go through tensors of one dtype, if none has gaps; return whether it has."""
-    both = theirs, ours = dense(parameters), dense(masters)
-    if not all(map(are_flat, zip(*both, strict=True))):
-        return False
-    ours.table = _Table(theirs, loop, {})
-    return _run_prepared(*both, does)
-
-
-def _run_prepared(parameters: Any, masters: Any, does: int) -> bool:
-    """Let the loop go through lists that were prepared for it; they are not looked at again.
-
-    Returns whether it has.
-    """
-    table: _Table | None = getattr(masters, "table", None)
-    if table is None or table.parameters is not parameters or not is_eager():
-        return False
-    rows = table.rows.get(does)
-    if rows is None:
-        every = range(len(masters))
-        rows = cpu_loop.rows_of([parameters, masters], every, [does] * len(masters))
-        if does in (MERGE, ROUND):
-            table.rows[does] = rows
-    table.loop(rows, len(masters), None, torch.get_num_threads())
-    return True
-
-
 # Without Triton.
 
 
@@ -240,17 +177,11 @@ def _agree(rounded: Tensor, parameter: Tensor) -> Tensor:
 
 
 def merge_reference(
-    parameters: Sequence[Tensor], masters: Sequence[Tensor], flag: Tensor | None, in_cpp: bool = True
+    parameters: Sequence[Tensor], masters: Sequence[Tensor], flag: Tensor | None
 ) -> None:
-    """Merge tensors of one device and dtype, or set a flag there, in C++ or in plain torch."""
+    """Merge tensors of one device and dtype, or set a flag there, in plain torch."""
     is_own = masters[0].device.type == "cpu" and are_plain([*parameters, *masters])
     may_look = is_own and is_eager()  # the host may compare values, and write only where they differ
-    if in_cpp and may_look and not requested()[0]:
-        made_of, elements = (parameters[0].dtype,), sum(map(Tensor.numel, masters))
-        loop = cpu_loop.loop_for(_source_of, made_of, "the merge of masters", elements)
-        does = MERGE if flag is None else flag.data_ptr()
-        if loop is not None and _run_in_cpp(loop, parameters, masters, does):
-            return
     for theirs, ours in _parts(parameters, masters):
         one, written = [x[0] if len(x) == 1 else _flatten_dense_tensors(x) for x in (ours, theirs)]
         rounded = one.to(written.dtype)
@@ -289,6 +220,7 @@ def _parts(
         yield theirs, ours
 
 
-_COPY = Elementwise(copy_kernel, copy_reference, writes=1, block=BLOCK)
-_MERGE = Elementwise(merge_kernel, merge_reference, writes=0, block=MERGE_BLOCK, flag="flag")
-_MERGE_PLAINLY = _MERGE._replace(reference=functools.partial(merge_reference, in_cpp=False))
+_COPY = Elementwise(copy_kernel, copy_reference, writes=1, block=BLOCK, in_cpp="copy")
+_MERGE = Elementwise(
+    merge_kernel, merge_reference, writes=0, block=MERGE_BLOCK, flag="flag", in_cpp="merge"
+)

@@ -79,8 +79,6 @@ class TensorList(list[Tensor]):
     ) -> None:
         super().__init__(tensors)
         self._like = like
-        self.table: Any = None
-        """What a merge of these masters prepares for the next; see `amp.kernels.master_copy`."""
         if like is not None:
             self.device = like.device
             if dtype is not None:

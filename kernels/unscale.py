@@ -178,5 +178,5 @@ def _is_at_most_one(factor: Tensor | None) -> bool:
     return factor is None or (factor.device.type == "cpu" and factor.tolist()[0] <= 1.0)
 
 
-_UNSCALE = Elementwise(unscale_kernel, unscale_reference, writes=1, block=BLOCK)
-_CHECK = Elementwise(check_kernel, check_reference, writes=0, block=CHECK_BLOCK)
+_UNSCALE = Elementwise(unscale_kernel, unscale_reference, writes=1, block=BLOCK, in_cpp="unscale")
+_CHECK = Elementwise(check_kernel, check_reference, writes=0, block=CHECK_BLOCK, in_cpp="check")

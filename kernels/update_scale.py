@@ -26,6 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp.kernels import host_lists
 from amp.kernels.backend import has_float64, is_on_host, uses_triton
 from amp.kernels.interrupts import without_grad
 from amp.kernels.language import jit, launch, load_all, tl
@@ -53,8 +54,12 @@ def update_scale(
     floor: float,
     ceiling: float,
     backend: str | None = None,
-) -> None:
-    """Advance `state`, float32 `[7]`, in place. The host does not wait for the device."""
+) -> list[float] | None:
+    """Advance `state`, float32 `[7]`, in place. The host does not wait for the device.
+
+    Returns:
+        The new state, if the host has it; else None.
+    """
     numbers = growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling
     if uses_triton(state.device, backend):
         factors = numbers_on(state.device, tuple(map(float, numbers)), torch.float64)
@@ -62,9 +67,11 @@ def update_scale(
         launch(update_kernel, 1, state.device, warps=1, **arguments)
     elif is_on_host(state) and not torch.compiler.is_compiling():
         new = next_state(state.tolist(), numbers, reset_each_step)
-        state.copy_(torch.tensor(new, dtype=torch.float32, device="cpu"))
+        host_lists.lists.put(state, new)
+        return new
     else:
         update_scale_reference(state, numbers, reset_each_step)
+    return None
 
 
 @jit

@@ -214,7 +214,7 @@ class Pairs:
         """
         if not self._are_whole:
             lean.merge(lean.joined_of(self.pairs))
-        elif self.pairs:
+        elif not (self.are_plain and kernels.master_copy.merge_in_cpp(self.models, self.masters)):
             some = self._comparable()
             kernels.master_copy.merge(some.model_list, some.master_list)
 
@@ -262,9 +262,6 @@ class Pairs:
             kernels.master_copy.master_copy(some.masters, some.models)
             some.note_agreement()
             return
-        elif self.are_plain:
-            self.now()
-            kernels.master_copy.round_back(self.master_list, self.model_list)
         else:
             kernels.master_copy.master_copy(self.masters, self.models)
         self.note_agreement()

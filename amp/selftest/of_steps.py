@@ -455,7 +455,7 @@ def _merges_in_cpp(device: torch.device) -> None:
                 master.mul_(1.1)
             both = zip(run.params, run.models, strict=True)
             rounded = [master.to(model.dtype) for master, model in both]
-            master_copy.round_back(run.params, run.models)
+            master_copy.master_copy(run.params, run.models, backend=backend_of)
         assert_same_bits(run.models, rounded, "weights, not rounded masters")
         found.append(run.tensors)
     assert_same_bits(found[0], found[1], "what steps and merges have written")

@@ -31,24 +31,24 @@ class HostCopies:
     """A queue of copies on their way from a device to the host.
 
     Attributes:
-        underway: the copies: a note on each, a tensor on the host, and an event that tells when it is
-            there.
+        underway: the copies: a note on each, a list or a tensor on the host, and an event that tells
+            when it is there.
     """
 
     def __init__(self) -> None:
-        self.underway: deque[tuple[Any, Tensor, torch.cuda.Event | None]] = deque(maxlen=KEPT)
+        self.underway: deque[tuple[Any, Any, torch.cuda.Event | None]] = deque(maxlen=KEPT)
 
-    def send(self, tensor: Tensor, about: Any = None) -> None:
+    def send(self, tensor: Tensor | list[float], about: Any = None) -> None:
         """Start to copy what a tensor holds now. The host does not wait for the device.
 
         Nothing is sent in CUDA graph capture: the host does not see what a replay does.
 
         Args:
-            tensor: a few numbers.
+            tensor: a few numbers; a list if the host has them.
             about: what `arrived` returns with it: for its `until` a number, larger for later copies.
         """
-        if not tensor.is_cuda:
-            self.underway.append((about, tensor.clone(), None))
+        if isinstance(tensor, list) or not tensor.is_cuda:
+            self.underway.append((about, tensor if isinstance(tensor, list) else tensor.clone(), None))
             return
         with torch.cuda.device(tensor.device):
             if torch.cuda.is_current_stream_capturing():
@@ -77,7 +77,7 @@ class HostCopies:
                     event.synchronize()
                 elif not event.query():  # type: ignore[no-untyped-call]
                     break
-            values.append((about, copy.tolist()))
+            values.append((about, copy if isinstance(copy, list) else copy.tolist()))
             self.underway.popleft()
         return values
 

@@ -238,7 +238,7 @@ class LossScaler:
         config = self.config
         number = self.updates
         self.version += 1
-        kernels.update_scale.update_scale(
+        on_host = kernels.update_scale.update_scale(
             self._state,
             growth_factor=config.growth_factor if config.dynamic else 1.0,
             backoff_factor=config.backoff_factor if config.dynamic else 1.0,
@@ -250,7 +250,9 @@ class LossScaler:
         )
         self.updates = number + 1
         if config.check:
-            state = self._state if norm is None else torch.cat([self._state, norm.reshape(1)])
+            state = on_host or self._state
+            if norm is not None:
+                state = torch.cat([self._state, norm.reshape(1)])
             self.recorder.states.send(state, number)
 
     def forget_check(self) -> None:

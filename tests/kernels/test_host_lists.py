@@ -15,7 +15,7 @@ import amp
 from amp.kernels import host_lists
 from amp.kernels.host_lists import InPython
 from amp.kernels.language import INTERPRETED
-from tests.compiling import wait_for_compilers
+from tests.compiling import lists_in_cpp
 
 if INTERPRETED:
     pytest.skip("needs no interpreter", allow_module_level=True)
@@ -23,13 +23,9 @@ if INTERPRETED:
 
 @pytest.fixture(scope="module", autouse=True)
 def in_cpp() -> Any:
-    """The compiled functions; no thread that an earlier test has begun loads others meanwhile."""
-    host_lists._has_begun = True
-    wait_for_compilers()
-    module = host_lists.load(host_lists._source(), "", host_lists._FLAGS, host_lists._open)
-    host_lists._use(module)
-    assert host_lists.lists is module, "tensors' pointers were not found in their objects"
-    return module
+    """The compiled functions."""
+    host_lists.lists = lists_in_cpp()
+    return host_lists.lists
 
 
 @pytest.fixture(params=["C++", "Python"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amp.kernels import cpu_loop
 from amp.kernels.language import INTERPRETED
 from amp.kernels.launch_plans import UnsupportedTensorError
 from amp.kernels.master_copy import MERGE_BLOCK as BLOCK
-from amp.kernels.master_copy import SLICE, differ, merge, merged, round_back
+from amp.kernels.master_copy import SLICE, differ, master_copy, merge, merged
 from amp.kernels.tensor_lists import TensorList
 from tests.kernels.test_operations import shifted
 from tests.processes import run_python
@@ -27,14 +25,8 @@ WRITTEN = (1.5, math.nan, math.inf, -math.inf, 0.0, -0.0, 2.0**-24, -3.0)
 EVERY_PATTERN = torch.arange(2**16).to(torch.int16)
 
 
-@pytest.fixture
-def with_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU, in C++ at any size."""
-    monkeypatch.setattr(cpu_loop, "WORTH_COMPILING", 0)
-
-
 @pytest.fixture(params=["at hand", "reference"])
-def backend(request: pytest.FixtureRequest, with_loop: None) -> str | None:
+def backend(request: pytest.FixtureRequest) -> str | None:
     return None if request.param == "at hand" else "reference"
 
 
@@ -163,10 +155,10 @@ def test_orders_of_dimensions_gaps_and_parameters(
     assert not merged(parameters[0], masters[0]).requires_grad
 
 
-def test_large_tensors_and_many_small_ones(backend: str | None) -> None:
+def test_large_tensors_and_many_small_ones(device: torch.device, backend: str | None) -> None:
     """More than plain torch looks at together, with a difference in some of the parts only."""
     sizes = (2 * SLICE + 5,), *([(4001,)] * 90), (SLICE,)
-    parameters, masters = pair(torch.device("cpu"), BF16, sizes)
+    parameters, masters = pair(device, BF16, sizes)
     expected = [master.clone() for master in masters]
     for i, at in ((0, SLICE), (0, -1), (7, 0), (90, 4000), (91, SLICE - 1)):
         expected[i] = write(parameters[i], expected[i], -9.0, at)
@@ -207,10 +199,8 @@ def test_other_dtypes_are_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("has_gaps", [False, True])
 @pytest.mark.parametrize("dtype", [F16, BF16])
-def test_masters_are_rounded_back(
-    device: torch.device, dtype: torch.dtype, has_gaps: bool, with_loop: None
-) -> None:
-    """In memory that a merge has gone through, and after tensors have moved; versions go up."""
+def test_masters_are_rounded_back(device: torch.device, dtype: torch.dtype, has_gaps: bool) -> None:
+    """After a merge, and after tensors have moved; versions of parameters go up."""
     parameters, masters = pair(device, dtype, [size for size in SIZES if size != (0,)])
     masters.append(torch.randn(2, 3, 4, 5).to(device, memory_format=torch.channels_last))
     parameters.append(masters[-1].to(dtype))
@@ -220,34 +210,31 @@ def test_masters_are_rounded_back(
         parameters += [master.to(dtype).contiguous() for master in masters[-2:]]
     masters.append(EVERY_PATTERN.view(dtype).float().to(device) * (1 + 2.0**-9))
     parameters.append(torch.zeros_like(masters[-1], dtype=dtype))
-    lists = TensorList(parameters), TensorList(masters)
     for step in range(4):
         if step == 2:
             masters[5].data, parameters[4].data = masters[5].clone(), parameters[4].clone()
-        lists = lists[0].now(), lists[1].now()
-        merge(*lists)
+        merge(parameters, masters)
         for master in masters:
             master.mul_(1.01)
         versions = [parameter._version for parameter in parameters]
-        round_back(lists[1], lists[0])
+        master_copy(masters, parameters)
         for parameter, master, version in zip(parameters, masters, versions, strict=True):
             assert torch.equal(parameter.nan_to_num(7.0), master.to(dtype).nan_to_num(7.0))
             assert parameter._version > version
-    has_loop = device.type == "cpu" and not (INTERPRETED or has_gaps)
-    assert (lists[1].table is not None) is has_loop
 
 
 READ_ONLY = """
 import sys
 import numpy, torch
-from amp.kernels import cpu_loop
+from amp.kernels import host_lists
 from amp.kernels.master_copy import merge
+from tests.compiling import lists_in_cpp
 
-cpu_loop.WORTH_COMPILING = 0
 values = numpy.linspace(-1, 1, 2**20 + 7, dtype="float32")
 values[3], values[4] = -0.0, numpy.nan
 values.tofile(sys.argv[1])
 master = torch.from_numpy(numpy.memmap(sys.argv[1], dtype="float32", mode="r"))
+host_lists.lists = lists_in_cpp()
 for dtype in (torch.float16, torch.bfloat16):
     parameter = master.to(dtype)
     parameter[3] = 0.0
@@ -262,18 +249,3 @@ def test_masters_that_agree_are_not_written_to(tmp_path: Path) -> None:
     """Their pages stay clean, and may even be read-only: a write would end this process."""
     ended = run_python("-c", READ_ONLY, str(tmp_path / "master"))
     assert ended.stdout == "merged\n", ended
-
-
-@pytest.mark.skipif(INTERPRETED, reason="needs no interpreter")
-def test_where_it_cannot_be_compiled_torch_merges(
-    with_loop: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    parameters, masters = pair(torch.device("cpu"), F16)
-    expected = write(parameters[5], masters[5], 9.0, 5)
-    monkeypatch.setattr(cpu_loop, "read_source", lambda *_: "no such thing")
-    monkeypatch.setattr(cpu_loop, "_loops", {})
-    with caplog.at_level(logging.WARNING, "amp"):
-        assert differ(parameters, masters).item() == 1
-        merge(parameters, masters)
-    assert torch.equal(masters[5], expected)
-    assert caplog.text.count("the merge of masters could not be compiled, so eager torch runs it") == 1
