@@ -245,9 +245,22 @@ def _open(path: str) -> Any:
     return module
 
 
+def compiled() -> Any:
+    """Return the module in C++, which is compiled now if no earlier process has kept it.
+
+    Raises:
+        OSError, RuntimeError: it cannot be compiled, or does not read tensors rightly.
+    """
+    module = load(_source(), "", _FLAGS, _open)
+    if not _reads_rightly(module):
+        raise RuntimeError("the places of tensors in their Python objects were not found")
+    return module
+
+
 def _compile() -> None:
+    global lists
     try:
-        _use(load(_source(), "", _FLAGS, _open))
+        lists = compiled()
     except Exception as error:  # from the compiler, the folder, or this release of torch
         logger.debug("lists of tensors are read in Python: %s", error)
 
@@ -255,10 +268,14 @@ def _compile() -> None:
 def _use(module: Any) -> None:
     """Use a loaded module if it reads tensors rightly."""
     global lists
+    if _reads_rightly(module):
+        lists = module
+
+
+def _reads_rightly(module: Any) -> bool:
     whole, leaf = torch.empty(3, device="cpu"), torch.nn.Parameter(torch.ones(2, 2, device="cpu"))
     tensors: list[Any] = [whole, leaf, whole[1:], *[leaf.detach().to(dtype) for dtype in FLOATS]]
-    if module.prepare(torch._C.TensorBase, tensors) and all(
+    return module.prepare(torch._C.TensorBase, tensors) and all(
         getattr(module, name)(tensors) == getattr(InPython, name)(tensors)
         for name in ("addresses", "versions", "kind")
-    ):
-        lists = module
+    )

@@ -23,6 +23,7 @@ from amp.kernels import (
     cpu_loop,
     fp4,
     fp8,
+    host_lists,
     l2norm,
     lamb,
     language,
@@ -40,6 +41,7 @@ from amp.masters.agreement import Pairs
 from amp.selftest import of_steps, selftest_command
 from amp.selftest.check_registry import Check, SkipError, all_checks, assert_same_bits
 from amp.selftest.running import results
+from tests.compiling import lists_in_cpp
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -195,7 +197,24 @@ def of_lamb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of_steps, "RULES", {**of_steps.RULES, "LAMB": lamb.LAMB._replace(at=at)})
 
 
+def of_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let C++ write a wrong last tensor in each pass."""
+    lists = lists_in_cpp()
+
+    class Wrong:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lists, name)
+
+        def go_over(self, name: str, tensors: list[list[torch.Tensor]], *arguments: Any) -> Any:
+            done = lists.go_over(name, tensors, *arguments)
+            tensors[-1][-1].fill_(1)
+            return done
+
+    monkeypatch.setattr(host_lists, "compiled", Wrong)
+
+
 MUTATIONS: dict[str, tuple[Mutation, str]] = {
+    "C++: a wrong tensor": (of_passes, "kernels: passes in C++"),
     "unscale: last element": (of_reference(unscale, "_UNSCALE", last_element(1)), "kernels: unscale"),
     "unscale: no flag": (of_reference(unscale, "_UNSCALE", no_flag), "kernels: overflow"),
     "check: no flag": (of_reference(unscale, "_CHECK", no_flag), "kernels: overflow"),

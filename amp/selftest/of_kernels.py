@@ -13,6 +13,7 @@ from torch import Tensor
 from amp.kernels import (
     axpby,
     backend,
+    host_lists,
     l2norm,
     language,
     master_copy,
@@ -196,20 +197,49 @@ def _split(dtype: torch.dtype, device: torch.device) -> Outcome:
     return Outcome(bits=[*weights, *lows])
 
 
+_OPERATIONS = {
+    "unscale": _unscale,
+    "overflow": _overflow,
+    "axpby": _axpby,
+    "l2norm": _l2norm,
+    "master copy": _master_copy,
+    "merge": _merge,
+    "split16": _split,
+}
+_OF_HALVES = "master copy", "merge", "split16"
+
+
+def _run_with(lists: Any, operation: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """Check an operation while the functions of `host_lists` are these."""
+    before, host_lists.lists = host_lists.lists, lists
+    try:
+        return _OPERATIONS[operation](dtype, device)
+    finally:
+        host_lists.lists = before
+
+
 for _name, _dtype in DTYPES.items():
-    for _operation, _function in {
-        "unscale": _unscale,
-        "overflow": _overflow,
-        "axpby": _axpby,
-        "l2norm": _l2norm,
-        "master copy": _master_copy,
-        "merge": _merge,
-        "split16": _split,
-    }.items():
-        if _operation in ("master copy", "merge", "split16") and _dtype is torch.float32:
+    for _operation in _OPERATIONS:
+        if _operation in _OF_HALVES and _dtype is torch.float32:
             continue
         _full_name = f"kernels: {_operation}, {_name}"
-        CHECKS[_full_name] = Check(_full_name, functools.partial(_function, _dtype), 60, False)
+        _run = functools.partial(_run_with, host_lists.InPython, _operation, _dtype)
+        CHECKS[_full_name] = Check(_full_name, _run, 60, False)
+
+
+@check("kernels: passes in C++", 120)
+def _in_cpp(device: torch.device) -> None:
+    """The operations that C++ does on the CPU."""
+    if device.type != "cpu" or backend.requested()[0]:
+        raise SkipError("only the CPU has passes in C++")
+    try:
+        lists = host_lists.compiled()
+    except (OSError, RuntimeError) as error:
+        raise SkipError(f"C++ is not compiled, so plain torch runs instead: {error}") from None
+    for operation in _OPERATIONS:
+        for dtype in DTYPES.values():
+            if not (operation in _OF_HALVES and dtype is torch.float32):
+                _run_with(lists, operation, dtype, device)
 
 
 @check("kernels: the loss scale")
