@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from amp import distributed
-from amp.masters.grads import store_grads
+from amp.kernels.host_lists import store_grads
 from amp.own_tensors import own_tensors
 from amp.patching import Patch, Patches, around
 from amp.training.attached_optimizer import AttachedOptimizer

@@ -14,7 +14,7 @@ import logging
 import operator
 import os
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -212,6 +212,29 @@ def _is_strided_on_cpu(tensor: Tensor) -> bool:
 
 lists: Any = InPython
 _has_begun = False
+
+_GRAD: Any = Tensor.grad
+
+
+def grads_of(tensors: Iterable[Tensor]) -> list[Tensor | None]:
+    """Return the `.grad` of each tensor."""
+    return list(map(_GRAD.__get__, tensors))
+
+
+def have_grads(tensors: Iterable[Tensor]) -> bool:
+    """Whether any tensor has a gradient."""
+    every = list(tensors)
+    return not lists.have_grads(every, [None] * len(every))
+
+
+def store_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None] | None = None) -> None:
+    """Set the `.grad` of each tensor; by default None."""
+    if grads is None:
+        lists.clear_grads(list(tensors))
+        return
+    both = list(tensors), list(grads)
+    if not lists.set_grads(*both):
+        InPython.set_grads(*both)
 
 
 def load_in_background() -> None:

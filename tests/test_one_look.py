@@ -32,8 +32,7 @@ from torch import Tensor, nn
 
 import amp
 from amp import distributed, kernels
-from amp.kernels import l2norm, launch_plans, update_scale
-from amp.masters import grads as masters_grads
+from amp.kernels import host_lists, l2norm, launch_plans, update_scale
 from amp.optimizers import FusedAdam
 from tests.levels import WITH_MASTERS
 
@@ -98,7 +97,7 @@ class Questions:
                 patch.setattr(Tensor, name, self._asking(name, method))
             patch.setattr(Tensor, "__getattribute__", self._attribute_read, raising=False)
             patch.setattr(Tensor, "__setattr__", self._attribute_set, raising=False)
-            for module, name in ((masters_grads, "_GRAD"), (distributed, "_DATA")):
+            for module, name in ((host_lists, "_GRAD"), (distributed, "_DATA")):
                 patch.setattr(module, name, _Slot(self, name, getattr(module, name)))
             before = sys.getprofile()
             sys.setprofile(self._called_from_c)
@@ -252,7 +251,7 @@ def test_the_count_sees_each_kind_of_question(question: str) -> None:
         "Tensor": Tensor,
         "operator": operator,
         "size": torch.Tensor.size,
-        "grads_of": masters_grads.grads_of,
+        "grads_of": host_lists.grads_of,
         "nn": nn,
         "tensor": tensor,
     }

@@ -33,11 +33,11 @@ from amp.casting.memory_checks import check_range
 from amp.distributed import place_gradients, set_values
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels import host_lists
+from amp.kernels.host_lists import grads_of, store_grads
 from amp.kernels.interrupts import without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, local, local_shards
 from amp.lazy import kernels
 from amp.masters import lean
-from amp.masters.grads import grads_of, store_grads
 from amp.masters.pair import Pair, untraced
 from amp.torch_versions import HAS_GRAD_DTYPE
 

@@ -20,8 +20,8 @@ from torch._compile import _disable_dynamo
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError, is_out_of_memory
+from amp.kernels.host_lists import store_grads
 from amp.kernels.interrupts import at_once
-from amp.masters.grads import store_grads
 from amp.masters.master_weights import MasterWeights
 from amp.masters.shared_state import SharedState
 from amp.observers import everywhere

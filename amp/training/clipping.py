@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp import active
 from amp.errors import warn
-from amp.masters.grads import grads_of, have_grads
+from amp.kernels.host_lists import grads_of, have_grads
 from amp.patching import Patch, Patches, around, modules_of_others, show_patched
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training.gradients import Gradients, State

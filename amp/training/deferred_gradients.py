@@ -20,11 +20,11 @@ from amp.casting.regions import ThreadState
 from amp.distributed import shard_like
 from amp.errors import AmpTypeError
 from amp.kernels import host_lists
+from amp.kernels.host_lists import grads_of, have_grads, store_grads
 from amp.kernels.interrupts import outside_inference_mode, without_grad
 from amp.kernels.tensor_lists import TensorList, local, local_shards
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
-from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
 from amp.training.unscaling import NewGradients

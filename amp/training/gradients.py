@@ -58,11 +58,11 @@ from amp.distributed import reduce_largest
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, first_few
 from amp.kernels import host_lists
+from amp.kernels.host_lists import grads_of, have_grads, store_grads
 from amp.kernels.interrupts import Change
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.agreement import cast_text
-from amp.masters.grads import grads_of, have_grads, store_grads
 from amp.masters.master_weights import MasterWeights
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling

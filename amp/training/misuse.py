@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from amp.active import open_sessions
 from amp.casting.sharded import is_of_fsdp1
 from amp.errors import AmpAssertionError, AmpRuntimeError, warn
-from amp.masters.grads import have_grads
+from amp.kernels.host_lists import have_grads
 from amp.patching import Patch, around
 from amp.profiles.levels import levels_with
 from amp.training.gradients import State

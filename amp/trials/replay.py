@@ -27,8 +27,8 @@ from amp.diagnosis.diagnose import open_scale
 from amp.diagnosis.places import modules_of, unwrapped
 from amp.diagnosis.shadow import Shadow
 from amp.dtypes import LOW_PRECISION
+from amp.kernels.host_lists import grads_of, store_grads
 from amp.masters.fp32_values import values_of
-from amp.masters.grads import grads_of, store_grads
 from amp.profiles.rules import Rule
 from amp.session import Session
 from amp.training.attached_optimizer import AttachedOptimizer
