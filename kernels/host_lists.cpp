@@ -9,6 +9,7 @@
 #include <ATen/cpu/vec/vec.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -641,6 +642,28 @@ static bool are_finite(const float *numbers, int64_t n)
     return !bad;
 }
 
+static bool is_all(const Floats &mask) { return !(mask[0].zero_mask() | mask[1].zero_mask()); }
+
+/* Lets masters take the values of their parameters where these are not the rounded masters, unless it
+   `only_looks`. Returns whether there are any. */
+template <class T> static bool merge_some(const T *parameters, float *masters, int64_t n, bool only_looks)
+{
+    bool found = false;
+    for (int64_t i = 0; i < n; i += WIDTH) {
+        const int64_t count = std::min(WIDTH, n - i);
+        const Floats ours = Floats::loadu(masters + i, count);
+        const Floats theirs = convert<float, 2, T, 1>(VectorizedN<T, 1>::loadu(parameters + i, count));
+        Floats agree = convert<float, 2, T, 1>(convert<T, 1, float, 2>(ours)) == theirs;
+        if (is_all(agree)) continue;
+        agree = agree | ((ours != ours) & (theirs != theirs));
+        if (count < WIDTH) agree = Floats::set(Floats(0) == Floats(0), agree, count);  // the rest is no element
+        if (is_all(agree)) continue;
+        found = true;
+        if (!only_looks) Floats::blendv(theirs, ours, agree).store(masters + i, count);
+    }
+    return found;
+}
+
 /* What a pass does with the i-th elements x, y and out of lists: see Elementwise in launch_plans.py. */
 struct Pass {
     enum { COPY, CHECK, AXPBY, MERGE } what;  // the first is an unscale too
@@ -650,10 +673,14 @@ struct Pass {
     /* Goes over n elements, at most CHUNK, from i on. Returns whether to set the flag. */
     bool run(const Stream *of, int64_t i, int64_t n) const
     {
-        if (what == MERGE) return merge(of[0], of[1], i, n);
+        if (what == MERGE) {
+            float *masters = of[1].read(i, n, nullptr);
+            if (of[0].dtype == c10::kHalf) return merge_some(static_cast<c10::Half *>(of[0].memory) + i, masters, n, checks);
+            return merge_some(static_cast<c10::BFloat16 *>(of[0].memory) + i, masters, n, checks);
+        }
         alignas(64) float buffers[3][CHUNK];
         const float *x = of[0].read(i, n, buffers[0]), *ax = x;
-        if (a != 1) {
+        if (a != 1 && !(what == CHECK && std::abs(a) <= 1)) {  // a smaller product is finite as well
             for (int64_t k = 0; k < n; k++) buffers[1][k] = x[k] * a;
             ax = buffers[1];
         }
@@ -667,26 +694,6 @@ struct Pass {
         for (int64_t k = 0; k < n; k++) buffers[0][k] = ax[k] + (b == 1 ? y[k] : b * y[k]);
         of[2].write(i, n, buffers[0]);
         return is_bad;
-    }
-
-    /* Lets masters take the values of their parameters where these are not the rounded masters; if it
-       `checks`, only returns whether there are any. */
-    bool merge(const Stream &parameter, const Stream &master, int64_t i, int64_t n) const
-    {
-        alignas(64) float buffers[2][CHUNK];
-        alignas(64) uint16_t some[CHUNK];
-        const Stream rounded{some, parameter.dtype};
-        float *ours = master.read(i, n, nullptr);
-        rounded.write(0, n, ours);
-        const float *theirs = parameter.read(i, n, buffers[0]), *known = rounded.read(0, n, buffers[1]);
-        const auto agree = [=](int64_t k) {
-            return (known[k] == theirs[k]) | ((ours[k] != ours[k]) & (theirs[k] != theirs[k]));
-        };
-        int all = 1;
-        for (int64_t k = 0; k < n; k++) all &= agree(k);
-        if (!all && !checks)
-            for (int64_t k = 0; k < n; k++) ours[k] = agree(k) ? ours[k] : theirs[k];
-        return !all;
     }
 };
 
