@@ -17,12 +17,17 @@
 
 static Py_ssize_t place = -1;
 static PyTypeObject *tensor_type = nullptr, *usual_types[2] = {};  // the last two: Tensor, Parameter
-static PyObject *shard_name = nullptr;
+static PyObject *shard_name = nullptr, *array_type = nullptr;
 static PyObject *dtypes[static_cast<int>(c10::ScalarType::NumOptions)];  // of Python, as far as known
 
 static c10::TensorImpl *impl_of(PyObject *x)
 {
     return *reinterpret_cast<c10::TensorImpl **>(reinterpret_cast<char *>(x) + place);
+}
+
+static at::TensorBase tensor_of(PyObject *x)
+{
+    return at::TensorBase(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(impl_of(x)));
 }
 
 /* Whether an object is a list of `size` tensors, or of any size if that is -1; else sets an error. */
@@ -88,43 +93,81 @@ static PyObject *prepare(PyObject *, PyObject *const *arguments, Py_ssize_t coun
     }
     for (Py_ssize_t i = 0; place >= 0 && i < 2; i++) usual_types[i] = Py_TYPE(PyList_GET_ITEM(list, i));
     if (!shard_name && !(shard_name = PyUnicode_InternFromString("_local_tensor"))) return nullptr;
-    return PyBool_FromLong(place >= 0);
+    PyObject *arrays = array_type ? nullptr : PyImport_ImportModule("array");
+    if (arrays) array_type = PyObject_GetAttrString(arrays, "array");
+    Py_XDECREF(arrays);
+    return array_type ? PyBool_FromLong(place >= 0) : nullptr;
 }
 
-/* A tuple of the address of each tensor's elements. */
+static int64_t address_of(PyObject *x)
+{
+    return reinterpret_cast<int64_t>(impl_of(x)->mutable_data());
+}
+
+/* An array of the address of each tensor's elements. */
 static PyObject *addresses(PyObject *, PyObject *list)
 {
     if (!are_tensors(list, -1)) return nullptr;
     const Py_ssize_t n = PyList_GET_SIZE(list);
-    PyObject *result = PyTuple_New(n);
-    PyObject *filled = result ? guarded([&]() -> PyObject * {
+    PyObject *bytes = PyBytes_FromStringAndSize(nullptr, n * (Py_ssize_t)sizeof(int64_t));
+    PyObject *result = bytes ? guarded([&] {
         for (Py_ssize_t i = 0; i < n; i++) {
-            PyObject *address = PyLong_FromVoidPtr(impl_of(PyList_GET_ITEM(list, i))->mutable_data());
-            if (!address) return nullptr;
-            PyTuple_SET_ITEM(result, i, address);
+            const int64_t address = address_of(PyList_GET_ITEM(list, i));
+            std::memcpy(PyBytes_AS_STRING(bytes) + i * (Py_ssize_t)sizeof address, &address, sizeof address);
         }
-        return result;
+        return PyObject_CallFunction(array_type, "sO", "q", bytes);
     }) : nullptr;
-    if (!filled) Py_XDECREF(result);
-    return filled;
+    Py_XDECREF(bytes);
+    return result;
 }
 
-/* Arguments: tensors, and a list or tuple of numbers. Whether each tensor's elements are at that address. */
+/* Arguments: tensors, and an array or a list of numbers. Whether each tensor's elements are at that address. */
 static PyObject *are_at(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
     if (!are_two(count) || !are_tensors(arguments[0], -1)) return nullptr;
     const Py_ssize_t n = PyList_GET_SIZE(arguments[0]);
-    PyObject *known = PySequence_Fast(arguments[1], "this is no list of addresses");
-    if (!known) return nullptr;
+    Py_buffer known{};
+    const bool is_array = PyObject_TypeCheck(arguments[1], reinterpret_cast<PyTypeObject *>(array_type));
+    if (is_array && PyObject_GetBuffer(arguments[1], &known, PyBUF_SIMPLE)) return nullptr;
+    if (!is_array && !PyList_Check(arguments[1])) {
+        PyErr_SetString(PyExc_TypeError, "this is no list of addresses");
+        return nullptr;
+    }
     PyObject *result = guarded([&] {
-        bool all = PySequence_Fast_GET_SIZE(known) == n;
-        for (Py_ssize_t i = 0; all && i < n; i++)
-            all = impl_of(PyList_GET_ITEM(arguments[0], i))->mutable_data()
-                == PyLong_AsVoidPtr(PySequence_Fast_GET_ITEM(known, i));
+        bool all = is_array ? known.len == n * (Py_ssize_t)sizeof(int64_t) : PyList_GET_SIZE(arguments[1]) == n;
+        for (Py_ssize_t i = 0; all && i < n; i++) {
+            const int64_t address = address_of(PyList_GET_ITEM(arguments[0], i));
+            all = is_array ? address == static_cast<const int64_t *>(known.buf)[i]
+                           : address == PyLong_AsLongLong(PyList_GET_ITEM(arguments[1], i));
+        }
         return PyErr_Occurred() ? nullptr : PyBool_FromLong(all);
     });
-    Py_DECREF(known);
+    PyBuffer_Release(&known);
     return result;
+}
+
+/* Whether each tensor that has elements has memory for them. */
+static PyObject *have_memory(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    return guarded([&] {
+        bool all = true;
+        for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(list); i++)
+            all = address_of(PyList_GET_ITEM(list, i)) || !impl_of(PyList_GET_ITEM(list, i))->numel();
+        return PyBool_FromLong(all);
+    });
+}
+
+/* Whether no tensor is a view of another one. */
+static PyObject *are_whole(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    return guarded([&] {
+        bool all = true;
+        for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(list); i++)
+            all = !tensor_of(PyList_GET_ITEM(list, i)).is_view();
+        return PyBool_FromLong(all);
+    });
 }
 
 /* A list of what a function makes of each object, or null if it makes none, with its error. */
@@ -191,7 +234,7 @@ static PyObject *set_grads(PyObject *, PyObject *const *arguments, Py_ssize_t co
                 && impl->device() == own->device() && impl->sizes() == own->sizes()
                 && (own->dtype() == impl->dtype() || own->dtype().toScalarType() == c10::kFloat);
             if (!fits) return PyBool_FromLong(false);
-            grads[i] = at::TensorBase(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>::reclaim_copy(own));
+            grads[i] = tensor_of(grad);
         }
         for (Py_ssize_t i = 0; i < n; i++) {
             c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(arguments[0], i));
@@ -199,6 +242,22 @@ static PyObject *set_grads(PyObject *, PyObject *const *arguments, Py_ssize_t co
                 std::swap(grads[i], reinterpret_cast<at::TensorBase &>(impl->mutable_grad()));
         }
         return PyBool_FromLong(true);
+    });
+}
+
+/* Whether a tensor takes a gradient of any dtype; unknown before torch 2.10. */
+template <class T> static auto takes_any_grad(const T &x, int) -> decltype(!x.grad_dtype()) { return !x.grad_dtype(); }
+template <class T> static bool takes_any_grad(const T &, long) { return false; }
+
+/* Whether each tensor takes a gradient of any dtype. */
+static PyObject *take_any_grad(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    return guarded([&] {
+        bool all = true;
+        for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(list); i++)
+            all = takes_any_grad(tensor_of(PyList_GET_ITEM(list, i)), 0);
+        return PyBool_FromLong(all);
     });
 }
 
@@ -810,7 +869,8 @@ static PyMethodDef methods[] = {
     {"are_same", FAST(are_same), nullptr},             {"items", FAST(items), nullptr},
     {"are_of_kind", FAST(are_of_kind), nullptr},       {"read_slot", FAST(read_slot), nullptr},
     {"write_slot", FAST(write_slot), nullptr},         {"go_over", FAST(go_over), nullptr},
-    {"put", FAST(put), nullptr},
+    {"put", FAST(put), nullptr},                       {"have_memory", have_memory, METH_O, nullptr},
+    {"are_whole", are_whole, METH_O, nullptr},         {"take_any_grad", take_any_grad, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

@@ -14,6 +14,7 @@ import logging
 import operator
 import os
 import sysconfig
+from array import array
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
@@ -29,6 +30,7 @@ logger = logging.getLogger("amp")
 _device = operator.attrgetter("device")
 _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
+_grad_dtype = operator.attrgetter("grad_dtype")
 _layout = operator.attrgetter("layout")
 _trains = operator.attrgetter("requires_grad")
 _version = operator.attrgetter("_version")
@@ -53,14 +55,24 @@ class InPython:
     """
 
     @staticmethod
-    def addresses(tensors: list[Tensor]) -> tuple[int, ...]:
-        """Return the address of each tensor's elements; 0 without memory."""
-        return tuple(map(Tensor.data_ptr, tensors))
+    def addresses(tensors: list[Tensor]) -> array[int]:
+        """Return the address of each tensor's elements, 64-bit numbers; 0 without memory."""
+        return array("q", map(Tensor.data_ptr, tensors))
 
     @staticmethod
-    def are_at(tensors: list[Tensor], addresses: Sequence[int]) -> bool:
+    def are_at(tensors: list[Tensor], addresses: array[int] | list[int]) -> bool:
         """Whether the elements of each tensor are at the address in the other list."""
         return list(map(Tensor.data_ptr, tensors)) == list(addresses)
+
+    @staticmethod
+    def have_memory(tensors: list[Tensor]) -> bool:
+        """Whether each tensor that has elements has memory for them."""
+        return all(tensor.data_ptr() or not tensor.numel() for tensor in tensors)
+
+    @staticmethod
+    def are_whole(tensors: list[Tensor]) -> bool:
+        """Whether no tensor is a view of another one."""
+        return not any(map(Tensor._is_view, tensors))
 
     @staticmethod
     def versions(tensors: list[Tensor]) -> list[int]:
@@ -71,6 +83,11 @@ class InPython:
     def have_grads(tensors: list[Tensor], grads: Sequence[Tensor | None]) -> bool:
         """Whether the `.grad` of each tensor is the one in the other list."""
         return not any(map(operator.is_not, map(_grad, tensors), grads))
+
+    @staticmethod
+    def take_any_grad(tensors: list[Tensor]) -> bool:
+        """Whether each tensor takes a gradient of any dtype, from torch 2.10 on."""
+        return not any(map(_grad_dtype, tensors))
 
     @staticmethod
     def clear_grads(tensors: list[Tensor]) -> None:

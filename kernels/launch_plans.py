@@ -19,6 +19,7 @@ pinned memory that is kept for good, so each replay restores the tables that it 
 from __future__ import annotations
 
 import functools
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -95,9 +96,9 @@ class Plan(NamedTuple):
     launches: tuple[Launch, ...]
     fallback: tuple[tuple[int, ...], ...]
 
-    def at(self, addresses: Sequence[Sequence[int]]) -> Plan:
+    def at(self, addresses: Sequence[array[int]]) -> Plan:
         """Return this plan for tensors of the same kind at other addresses. The host does not wait."""
-        table = torch.tensor(addresses, dtype=torch.int64, device="cpu").t()
+        table = torch.tensor(list(map(list, addresses)), dtype=torch.int64, device="cpu").t()
         return self._replace(launches=tuple([launch.at(table) for launch in self.launches]))
 
 
@@ -133,7 +134,7 @@ def cached(make: Callable[..., T]) -> Callable[..., T]:
 
 
 @functools.lru_cache(maxsize=_CACHE_SIZE)
-def _places(*key: object) -> deque[tuple[list[tuple[int, ...]], Plan]]:
+def _places(*key: object) -> deque[tuple[list[array[int]], Plan]]:
     """Return the plans under a key, the latest first, each with the addresses that it is for."""
     return deque(maxlen=_PLACES)
 
@@ -179,8 +180,7 @@ def plan(
         for tensors in (lists if numbers is None else (*lists, numbers))
     ]
     for column in columns:
-        if not all(column.addresses):
-            column.check_memory()
+        column.check_memory()
     device = columns[0].device
     stream = None if device is None else stream_of(device)
     if device is None or stream is None or any([column.device != device for column in columns]):  # noqa: C419

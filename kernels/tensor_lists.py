@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ kind_of = functools.lru_cache(maxsize=256)(Kind)
 class Layout(NamedTuple):
     """Where the tensors of a list are, and of which kind: see `TensorList`."""
 
-    addresses: tuple[int, ...]
+    addresses: array[int]
     device: torch.device | None
     kind: Kind
 
@@ -96,7 +97,7 @@ class TensorList(list[Tensor]):
             return tuple([values[i] for i in indices])
 
         some, kind = TensorList(pick(self)), self.kind
-        some.addresses, some.device = pick(self.addresses), self.device
+        some.addresses, some.device = array("q", pick(self.addresses)), self.device
         orders = None if kind.orders is None else pick(kind.orders)
         some.kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
         return some
@@ -111,14 +112,14 @@ class TensorList(list[Tensor]):
         return Layout(self.addresses, self.device, self.kind)
 
     @cached_property
-    def addresses(self) -> tuple[int, ...]:
+    def addresses(self) -> array[int]:
         """The address of each tensor's elements, which no two devices share; 0 without memory."""
         return host_lists.lists.addresses(self)  # type: ignore[no-any-return]
 
     @cached_property
     def has_memory(self) -> bool:
         """Whether each tensor with elements has memory for them."""
-        return all(self.addresses) or not any(map(has_no_memory, self))
+        return host_lists.lists.have_memory(self) or not any(map(has_no_memory, self))
 
     def check_memory(self) -> None:
         """Raise ReleasedMemoryError if a tensor with elements has no memory."""

@@ -42,7 +42,6 @@ from amp.masters.pair import Pair, untraced
 from amp.torch_versions import HAS_GRAD_DTYPE
 
 _grad = operator.attrgetter("grad")
-_grad_dtype = operator.attrgetter("grad_dtype")
 
 
 def called_by_shape(parameter: Tensor) -> str:
@@ -61,6 +60,7 @@ class Pairs:
         pairs: the pairs.
         masters, models: the masters, and the parameters of the model.
         are_plain: whether none is a DTensor, or of another class with its values elsewhere.
+        are_whole: whether no master is lean.
         master_list, model_list: the same as `TensorList`s, of local shards; `now` makes them current.
     """
 
@@ -73,8 +73,8 @@ class Pairs:
         self.are_plain = are_plain([*self.masters, *self.models])
         self.master_list, self.model_list = map(TensorList, self._shards())
         self._dtypes = [pair.dtype for pair in self.pairs]
-        self._are_whole = all(pair.low is None for pair in self.pairs)
-        self._hold_values = self._are_whole and self.are_plain
+        self.are_whole = all(pair.low is None for pair in self.pairs)
+        self._hold_values = self.are_whole and self.are_plain
         """Whether the masters themselves hold their values."""
         self._called = called
         self._part: Pairs | None = None
@@ -167,7 +167,7 @@ class Pairs:
 
     def were_written(self) -> bool:
         """Whether a script has changed a master, with a trace, since both last agreed."""
-        return self._are_whole and any(pair.was_written for pair in self.pairs)
+        return self.are_whole and any(pair.was_written for pair in self.pairs)
 
     def write_changed(self) -> None:
         """Write masters that the script has changed to their parameters.
@@ -176,7 +176,7 @@ class Pairs:
         backward stays valid if nothing was changed.
         """
         changed = [pair for pair in self.pairs if pair.has_changed and pair.has_memory]
-        if self._are_whole:
+        if self.are_whole:
             sources, targets = map(_to_write, changed), map(_where_to_write, changed)
             kernels.master_copy.master_copy(list(sources), list(targets))
         else:
@@ -202,7 +202,7 @@ class Pairs:
 
     def _values(self) -> list[Tensor]:
         """Return what holds the values of masters; of DTensors the shards."""
-        are_whole = self._are_whole
+        are_whole = self.are_whole
         holders = self.masters if are_whole else host_lists.lists.read_slot(self.pairs, "holder")
         return holders if self.are_plain else local_shards(holders)
 
@@ -212,7 +212,7 @@ class Pairs:
         Call it when both sides agree in everything else. Lean masters need nothing while they are
         split: their upper half is the parameter. What has no memory is left out, and the step names it.
         """
-        if not self._are_whole:
+        if not self.are_whole:
             lean.merge(lean.joined_of(self.pairs))
         elif not (self.are_plain and kernels.master_copy.merge_in_cpp(self.models, self.masters)):
             some = self._comparable()
@@ -255,7 +255,7 @@ class Pairs:
 
     def write_back(self) -> None:
         """Round the masters that train, or have a gradient, into their parameters. No host sync."""
-        if not self._are_whole:
+        if not self.are_whole:
             lean.write_halves(lean.joined_of(self.pairs))
         elif not all(host_lists.lists.read_slot(self.pairs, "trains")):
             some = Pairs([pair for pair in self.pairs if pair.trains or pair.master.grad is not None])
@@ -289,7 +289,9 @@ class Pairs:
         host_lists.lists.write_slot(self.pairs, "grad", grads)
         if not HAS_GRAD_DTYPE:
             return
-        if any(map(_grad_dtype, self.models)):  # `torch.utils.swap_tensors` has made others
+        if not host_lists.lists.take_any_grad(
+            self.models
+        ):  # `torch.utils.swap_tensors` has made others
             store_grads(self.models)
             for model in self.models:
                 model.grad_dtype = None

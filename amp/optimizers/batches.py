@@ -85,8 +85,8 @@ class Batch:
 def layouts_of(lists: Mapping[str, TensorList]) -> dict[str, Layout]:
     """Return the layouts of lists; none at all if one list has none, or no memory."""
     try:
-        have_memory = [all(x.addresses) or x.has_memory for x in lists.values()]
-        return {name: x.layout for name, x in lists.items()} if all(have_memory) else {}
+        have_memory = all(x.has_memory for x in lists.values())
+        return {name: x.layout for name, x in lists.items()} if have_memory else {}
     except (RuntimeError, AttributeError, TypeError):  # of sparse tensors, and of what is none
         return {}
 

@@ -212,7 +212,7 @@ class Deferral:
                 else:
                     norms = kernels.l2norm.l2norm(grads, factor, max_norm=max_norm, **found)
             # DDP's gradients are views of a buffer, which any backward through it overwrites.
-            if any(map(Tensor._is_view, grads)):
+            if not host_lists.lists.are_whole(grads):
                 grads = TensorList([grad.clone() for grad in grads])
         if not HAS_GRAD_DTYPE:
             store_grads(of.models)

@@ -67,7 +67,8 @@ class StepInputs:
 
         Lean masters in `stepped` have a shape, and no values.
         """
-        return [pair.low for pair in self.deferred.of.pairs if pair.low is not None] or None
+        of = self.deferred.of
+        return None if of.are_whole else [pair.low for pair in of.pairs]
 
     @property
     def inv_scale(self) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from array import array
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import amp
 from amp.kernels import host_lists
 from amp.kernels.host_lists import InPython
 from amp.kernels.language import INTERPRETED
+from amp.torch_versions import HAS_GRAD_DTYPE
 from tests.compiling import lists_in_cpp
 
 if INTERPRETED:
@@ -57,22 +59,23 @@ def tensors() -> list[Any]:
 
 def test_addresses_and_versions(way: Any) -> None:
     some = tensors()
-    assert way.addresses(some) == tuple([x.data_ptr() for x in some])
+    assert list(way.addresses(some)) == [x.data_ptr() for x in some]
     assert way.versions(some) == [x._version for x in some]
     with torch.no_grad():
         some[0].add_(1)
         some[5].data.add_(1)
         some[1].data = torch.randn(5)
-    assert way.addresses(some) == tuple([x.data_ptr() for x in some])
+    assert list(way.addresses(some)) == [x.data_ptr() for x in some]
     assert way.versions(some) == [x._version for x in some]
     assert way.are_at(some, way.addresses(some))
     assert way.are_at(some, list(way.addresses(some)))
-    assert not way.are_at(some, (*way.addresses(some)[:-1], 1))
+    assert not way.are_at(some, [*way.addresses(some)[:-1], 1])
+    assert not way.are_at(some, array("q", [*way.addresses(some)[:-1], 1]))
     assert not way.are_at(some, way.addresses(some[1:]))
     before = way.versions(some[:2])
     assert way.increment(some[:2]) is None
     assert way.versions(some[:2]) == [version + 1 for version in before]
-    assert way.addresses([]) == ()
+    assert way.addresses([]) == array("q")
     assert way.versions([]) == []
 
 
@@ -218,12 +221,45 @@ def test_numbers_of_others_are_refused(in_cpp: Any) -> None:
     assert right == 1.0
 
 
+def test_memory_and_views(way: Any) -> None:
+    some = [torch.ones(3), torch.empty(0), nn.Parameter(torch.ones(2))]
+    assert way.have_memory(some)
+    assert way.are_whole(some)
+    assert not way.are_whole([*some, some[0][1:]])
+    assert way.are_whole([some[2].detach()])
+    released = torch.ones(3)
+    released.untyped_storage().resize_(0)
+    assert not way.have_memory([*some, released])
+    assert way.have_memory([])
+    assert way.are_whole([])
+
+
+@pytest.mark.skipif(not HAS_GRAD_DTYPE, reason="gradients have the dtype of their parameter")
+def test_which_dtypes_gradients_may_have(way: Any) -> None:
+    some = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    some[0].grad_dtype = None
+    assert not way.take_any_grad(some)
+    some[1].grad_dtype = None
+    assert way.take_any_grad(some)
+    some[1].grad_dtype = torch.float32
+    assert not way.take_any_grad(some)
+    assert way.take_any_grad([])
+
+
+def test_numbers_are_put_into_a_tensor(way: Any) -> None:
+    state = torch.zeros(3)
+    version = state._version
+    assert way.put(state, [1.0, 0.1, -3.0]) is None
+    assert torch.equal(state, torch.tensor([1.0, 0.1, -3.0]))
+    assert state._version > version
+
+
 def test_what_has_neither_version_nor_address_raises(way: Any) -> None:
     with torch.inference_mode():
         made = torch.ones(2)
     with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
         way.versions([torch.ones(1), made])
-    assert way.addresses([made]) == (made.data_ptr(),)
+    assert way.addresses([made]) == array("q", [made.data_ptr()])
     assert way.increment([torch.ones(1), made]) is None
 
 
@@ -310,7 +346,7 @@ def test_tensors_without_values_of_their_own_are_alike(in_cpp: Any) -> None:
         for name in ("addresses", "versions"):
             expected = outcome(getattr(InPython, name), [torch.ones(1).detach(), odd])
             found = outcome(getattr(in_cpp, name), [torch.ones(1).detach(), odd])
-            assert found[1:] == expected[1:] if isinstance(found, (list, tuple)) else found is expected
+            assert found is expected or list(found)[1:] == list(expected)[1:]
 
 
 @pytest.mark.parametrize("wrong", [(torch.ones(1),), [None], [torch.ones(1), 3], None, [object()], "x"])
@@ -337,6 +373,18 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.are_at, (wrong, [0])),
         (in_cpp.are_at, ([torch.ones(1)], ["1"])),
         (in_cpp.increment, (wrong,)),
+        (in_cpp.have_memory, (wrong,)),
+        (in_cpp.are_whole, (wrong,)),
+        (in_cpp.take_any_grad, (wrong,)),
+        (in_cpp.put, (wrong, [1.0])),
+        (in_cpp.put, (torch.ones(5), wrong)),
+        (in_cpp.put, (torch.ones(2), [1.0])),
+        (in_cpp.put, (torch.ones(2).double(), [1.0, 2.0])),
+        (in_cpp.put, (torch.ones(2), [1.0, "x"])),
+        (in_cpp.go_over, ("copy", [wrong, wrong], 1.0, 1.0, None, 1)),
+        (in_cpp.go_over, (3, [[torch.ones(1)]], 1.0, 1.0, None, 1)),
+        (in_cpp.go_over, ("check", [[torch.ones(1)]], "x", 1.0, None, 1)),
+        (in_cpp.go_over, ("check", [[torch.ones(1)]], 1.0, 1.0, torch.ones(2), 1)),
         (in_cpp.shards, (wrong,)),
         (in_cpp.are_of_kind, (wrong, (1,), (torch.float32,))),
         (in_cpp.read_slot, (wrong, "first")),
