@@ -89,6 +89,7 @@ class TensorList(list[Tensor]):
             is_there = lists.are_at(self, before.addresses)
             if is_there and lists.are_of_kind(self, kind.sizes, kind.dtypes):
                 self.addresses, self.device, self.kind = before
+                self._have_memory = True
 
     def at(self, indices: Sequence[int]) -> TensorList:
         """Return some of the tensors, without querying them again."""
@@ -98,6 +99,7 @@ class TensorList(list[Tensor]):
 
         some, kind = TensorList(pick(self)), self.kind
         some.addresses, some.device = array("q", pick(self.addresses)), self.device
+        some._have_memory = self._have_memory
         orders = None if kind.orders is None else pick(kind.orders)
         some.kind = kind_of(pick(kind.sizes), pick(kind.dtypes), orders)
         return some
@@ -114,12 +116,14 @@ class TensorList(list[Tensor]):
     @cached_property
     def addresses(self) -> array[int]:
         """The address of each tensor's elements, which no two devices share; 0 without memory."""
+        self._have_memory = host_lists.lists.have_memory(self)  # at the same moment
         return host_lists.lists.addresses(self)  # type: ignore[no-any-return]
 
-    @cached_property
+    @property
     def has_memory(self) -> bool:
         """Whether each tensor with elements has memory for them."""
-        return host_lists.lists.have_memory(self) or not any(map(has_no_memory, self))
+        _ = self.addresses
+        return self._have_memory or not any(map(has_no_memory, self))
 
     def check_memory(self) -> None:
         """Raise ReleasedMemoryError if a tensor with elements has no memory."""
