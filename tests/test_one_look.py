@@ -217,7 +217,7 @@ def iterate(model: Model, optimizer: Any, blocks: int, questions: Questions) -> 
 def test_a_fused_step_asks_little_of_what_is_the_users(level: str, blocks: int, bound: int) -> None:
     """Of a parameter and its gradients, which are as many as blocks, together."""
     questions = count(level, FusedAdam, blocks)
-    assert 2 < questions.most("parameter") + questions.most("gradient") <= bound, questions.of
+    assert 0 < questions.most("parameter") + questions.most("gradient") <= bound, questions.of
 
 
 @pytest.mark.usefixtures("launches_do_nothing")
