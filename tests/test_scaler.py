@@ -364,6 +364,16 @@ def test_a_copy_goes_on_by_itself(copied: Any) -> None:
     assert other.loss_scale() == 8.0
 
 
+@pytest.mark.parametrize("name", ["scale", "loss_scale", "update"])
+def test_a_scale_that_is_assigned_says_what_to_call(name: str) -> None:
+    scaler = LossScaler(LossScaling(init=4.0))
+    with pytest.raises(amp.AmpError, match=rf"scaler\.{name} is a method; scaler\.set_scale"):
+        setattr(scaler, name, 1024.0)
+    assert scaler.scale(torch.ones(())) == 4.0
+    scaler.set_scale(1024.0)
+    assert scaler.loss_scale() == 1024.0
+
+
 def test_reports_that_nobody_reads_do_not_grow_memory() -> None:
     """As with apex's own LossScaler, which logs nothing."""
     copies = HostCopies()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp.distributed import ProcessGroup, without_contained
 from amp.dtypes import LOW_PRECISION
-from amp.errors import AmpTypeError, AmpValueError
+from amp.errors import AmpAttributeError, AmpTypeError, AmpValueError
 from amp.lazy import kernels
 from amp.profiles.keys import parse_positive
 from amp.profiles.loss_scaling import LossScaling
@@ -132,6 +132,11 @@ class LossScaler:
         self.updates = 0
         self.recorder = FlightRecorder(loss_id, config.overflow_patience, config.start)
         self._set(config.start, 0, config.hysteresis)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if hasattr(type(self), name):  # else `scaler.scale = 1024.0` would do nothing
+            raise AmpAttributeError(f"scaler.{name} is a method; scaler.set_scale(x) changes the scale")
+        super().__setattr__(name, value)
 
     def process_groups_with(self, others: Iterable[ProcessGroup]) -> list[ProcessGroup]:
         """Return the groups whose ranks agree on an overflow, given those of the gradients."""
