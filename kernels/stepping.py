@@ -59,7 +59,7 @@ from amp.kernels.language import (
     tl,
     whole,
 )
-from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan, upload
+from amp.kernels.launch_plans import Launch, cached, number_on, numbers_on, plan, takes_at_once, upload
 from amp.kernels.master_copy import merged_block
 from amp.kernels.plainstep import measure_plainly, plan_step
 from amp.kernels.rule import Origin, StepArguments, UpdateRule, plus_product, quotient, square_root
@@ -155,11 +155,15 @@ def step(
         merges=merges and models is not None,
         backend=backend,
     )
-    block = parts_of(lists["param"].kind, origins is not None, "low" in lists) * BLOCK
-    todo = plan(*lists.values(), block=block, numbers=steps, backend=backend)
-    in_triton = [each for each in todo.launches if torch.float64 not in each.dtypes]
-    in_torch = [each.indices for each in todo.launches if torch.float64 in each.dtypes]
-    in_torch += todo.fallback
+    in_triton, in_torch = list[Launch](), list[Sequence[int]]()
+    if takes_at_once([*lists.values()], backend):
+        in_torch.append(range(len(params)))
+    else:
+        block = parts_of(lists["param"].kind, origins is not None, "low" in lists) * BLOCK
+        todo = plan(*lists.values(), block=block, numbers=steps, backend=backend)
+        in_triton += [each for each in todo.launches if torch.float64 not in each.dtypes]
+        in_torch += [each.indices for each in todo.launches if torch.float64 in each.dtypes]
+        in_torch += todo.fallback
     if in_torch and found_inf is not None and found_inf.item():
         in_torch = []
     if rule.direction is not None and norms_of_all_ranks is not None:
