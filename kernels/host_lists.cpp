@@ -7,11 +7,13 @@
 #include <structmember.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/cpu/vec/vec.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <utility>
 #include <vector>
 
@@ -458,39 +460,6 @@ static PyObject *numbers(PyObject *, PyObject *list)
     });
 }
 
-/* Whether a tensor has its values on the CPU itself, without gaps, and is nothing that watches operations. */
-static bool is_stream(const c10::TensorImpl *x)
-{
-    using Key = c10::DispatchKey;
-    static const c10::DispatchKeySet usual{Key::CPU, Key::ADInplaceOrView, Key::AutogradCPU, Key::AutocastCPU};
-    const auto dtype = x->dtype().toScalarType();
-    return !(x->key_set().raw_repr() & ~usual.raw_repr()) && is_float(dtype) && dtype != c10::kDouble
-        && x->is_non_overlapping_and_dense();
-}
-
-/* Arguments: a contiguous tensor of float32 on the CPU, and a list of as many numbers. Writes them to it. */
-static PyObject *put(PyObject *, PyObject *const *arguments, Py_ssize_t count)
-{
-    if (!are_two(count)) return nullptr;
-    PyObject *list = arguments[1];
-    c10::TensorImpl *impl = PyObject_TypeCheck(arguments[0], tensor_type) ? impl_of(arguments[0]) : nullptr;
-    const bool fits = impl && is_stream(impl) && impl->dtype().toScalarType() == c10::kFloat && PyList_Check(list)
-        && impl->is_contiguous() && impl->numel() == PyList_GET_SIZE(list);
-    if (!fits) {
-        PyErr_SetString(PyExc_TypeError, "this is no tensor of so many numbers");
-        return nullptr;
-    }
-    return guarded([&]() -> PyObject * {
-        std::vector<float> all;
-        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); i++)
-            all.push_back(static_cast<float>(PyFloat_AsDouble(PyList_GET_ITEM(list, i))));
-        if (PyErr_Occurred()) return nullptr;
-        if (!all.empty()) std::memcpy(impl->mutable_data(), all.data(), all.size() * sizeof(float));
-        if (!impl->is_inference()) impl->bump_version();
-        return Py_NewRef(Py_None);
-    });
-}
-
 /* Arguments: tensors of one number, and a number to add to each. */
 static PyObject *add(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -674,23 +643,27 @@ template <class T> static void narrow(const float *from, T *to, int64_t n)
 
 /* The elements of a tensor in float32, float16 or bfloat16, in the order of memory. */
 struct Stream {
-    void *memory;
+    char *memory;
     c10::ScalarType dtype;
+    int64_t size;
+
+    const char *end() const { return memory + size * (dtype == c10::kFloat ? 4 : 2); }
+    template <class T> T *at(int64_t i) const { return reinterpret_cast<T *>(memory) + i; }
 
     /* Returns n numbers from i on, in a buffer if they are in 16 bits. */
     float *read(int64_t i, int64_t n, float *buffer) const
     {
-        if (dtype == c10::kFloat) return static_cast<float *>(memory) + i;
-        if (dtype == c10::kHalf) widen(static_cast<c10::Half *>(memory) + i, buffer, n);
-        else widen(static_cast<c10::BFloat16 *>(memory) + i, buffer, n);
+        if (dtype == c10::kFloat) return at<float>(i);
+        if (dtype == c10::kHalf) widen(at<c10::Half>(i), buffer, n);
+        else widen(at<c10::BFloat16>(i), buffer, n);
         return buffer;
     }
 
     void write(int64_t i, int64_t n, const float *numbers) const
     {
-        if (dtype == c10::kFloat) std::memmove(static_cast<float *>(memory) + i, numbers, n * sizeof *numbers);
-        else if (dtype == c10::kHalf) narrow(numbers, static_cast<c10::Half *>(memory) + i, n);
-        else narrow(numbers, static_cast<c10::BFloat16 *>(memory) + i, n);
+        if (dtype == c10::kFloat) std::memmove(at<float>(i), numbers, n * sizeof *numbers);
+        else if (dtype == c10::kHalf) narrow(numbers, at<c10::Half>(i), n);
+        else narrow(numbers, at<c10::BFloat16>(i), n);
     }
 };
 
@@ -725,7 +698,7 @@ template <class T> static bool merge_some(const T *parameters, float *masters, i
 
 /* What a pass does with the i-th elements x, y and out of lists: see Elementwise in launch_plans.py. */
 struct Pass {
-    enum { COPY, CHECK, AXPBY, MERGE } what;  // the first is an unscale too
+    enum What { COPY, CHECK, AXPBY, MERGE } what;  // the first is an unscale too
     float a, b;
     bool checks;
 
@@ -733,9 +706,8 @@ struct Pass {
     bool run(const Stream *of, int64_t i, int64_t n) const
     {
         if (what == MERGE) {
-            float *masters = of[1].read(i, n, nullptr);
-            if (of[0].dtype == c10::kHalf) return merge_some(static_cast<c10::Half *>(of[0].memory) + i, masters, n, checks);
-            return merge_some(static_cast<c10::BFloat16 *>(of[0].memory) + i, masters, n, checks);
+            if (of[0].dtype == c10::kHalf) return merge_some(of[0].at<c10::Half>(i), of[1].at<float>(i), n, checks);
+            return merge_some(of[0].at<c10::BFloat16>(i), of[1].at<float>(i), n, checks);
         }
         alignas(64) float buffers[3][CHUNK];
         const float *x = of[0].read(i, n, buffers[0]), *ax = x;
@@ -756,101 +728,170 @@ struct Pass {
     }
 };
 
-/* Finds the streams of the i-th tensors of lists; whether they go together. */
-static bool find_streams(PyObject *lists, Py_ssize_t i, Stream *of)
+/* Whether torch's functions treat objects of a class as they treat tensors. */
+static bool is_usual_class(PyTypeObject *type)
 {
-    const c10::TensorImpl *first = nullptr;
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(lists); k++) {
-        c10::TensorImpl *x = impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, k), i));
-        if (!is_stream(x)) return false;
-        if (!k) first = x;
-        const bool are_alike = x->sizes() == first->sizes()
-            && (x->strides() == first->strides() || (x->is_contiguous() && first->is_contiguous()));
-        of[k] = {x->mutable_data(), x->dtype().toScalarType()};
-        if (!are_alike || (!of[k].memory && x->numel())) return false;
+    static PyObject *const name = PyUnicode_InternFromString("__torch_function__");
+    PyObject *own = _PyType_Lookup(type, name);
+    return own == _PyType_Lookup(usual_types[0], name) || own == _PyType_Lookup(usual_types[1], name);
+}
+
+/* Finds the elements of a tensor; whether it has its values on the CPU itself, without gaps, and nothing
+   that would see an operation of torch, or take another part in it, is to be told. */
+static bool find(PyObject *object, Stream &found, bool is_written = false)
+{
+    using Key = c10::DispatchKey;
+    static const c10::DispatchKeySet usual{Key::CPU, Key::ADInplaceOrView, Key::AutogradCPU, Key::AutocastCPU};
+    if (!PyObject_TypeCheck(object, tensor_type) || !is_usual_class(Py_TYPE(object))) return false;
+    c10::TensorImpl *x = impl_of(object);
+    const auto dtype = x->dtype().toScalarType();
+    if (x->key_set().raw_repr() & ~usual.raw_repr() || !is_float(dtype) || dtype == c10::kDouble) return false;
+    if (!x->is_non_overlapping_and_dense() || (is_written && x->is_inference() && !c10::InferenceMode::is_enabled())) return false;
+    if (x->autograd_meta() && reinterpret_cast<const at::TensorBase &>(x->_fw_grad(0, tensor_of(object))).defined()) return false;
+    found = {static_cast<char *>(x->mutable_data()), dtype, x->numel()};
+    const std::size_t needed = (x->storage_offset() + found.size) * x->dtype().itemsize();
+    return !found.size || (found.memory && x->storage().nbytes() >= needed);
+}
+
+/* Finds a number of Python, or of a float32 tensor `[1]`. */
+static bool find_number(PyObject *x, float &number)
+{
+    Stream found;
+    if (PyFloat_Check(x)) {
+        number = static_cast<float>(PyFloat_AS_DOUBLE(x));
+        return true;
     }
+    if (!find(x, found) || found.dtype != c10::kFloat || found.size != 1 || impl_of(x)->dim() != 1) return false;
+    number = *found.at<float>(0);
     return true;
 }
 
-/* Whether a factor or a flag is on the CPU, if it is a tensor. */
-static bool is_on_cpu(PyObject *x)
+/* Finds the streams of the i-th tensors of lists, whose last one may be written; whether they go together. */
+static bool find_all(PyObject *lists, Py_ssize_t i, Pass::What what, Stream *of)
 {
-    return !PyObject_TypeCheck(x, tensor_type) || impl_of(x)->device().is_cpu();
+    const Py_ssize_t last = PyList_GET_SIZE(lists) - 1;
+    const c10::TensorImpl *first = nullptr;
+    for (Py_ssize_t k = 0; k <= last; k++) {
+        PyObject *object = PyList_GET_ITEM(PyList_GET_ITEM(lists, k), i);
+        if (!find(object, of[k], k == last && what != Pass::CHECK)) return false;
+        const c10::TensorImpl *x = impl_of(object);
+        if (!k) first = x;
+        const bool are_contiguous = x->is_contiguous() && first->is_contiguous();
+        if (x->sizes() != first->sizes() || !(are_contiguous || x->strides() == first->strides())) return false;
+    }
+    return what != Pass::MERGE || (of[0].dtype != c10::kFloat && of[1].dtype == c10::kFloat);
 }
 
-/* A number of Python, or of a tensor; 0 if it is neither, with an error. */
-static float factor_of(PyObject *x)
+/* Whether no memory that is written is another's too, but for that of the tensor in the same place of a list. */
+static bool are_apart(const std::vector<Stream> *lists, std::size_t count)
 {
-    if (!PyObject_TypeCheck(x, tensor_type)) return static_cast<float>(PyFloat_AsDouble(x));
-    const float *number = number_of(x);
-    return number ? *number : 0;
+    const std::vector<Stream> &written = lists[count - 1];
+    std::vector<std::size_t> order(written.size());
+    for (std::size_t i = 0; i < order.size(); i++) order[i] = i;
+    std::sort(order.begin(), order.end(), [&](std::size_t i, std::size_t j) { return written[i].memory < written[j].memory; });
+    const Stream *before = nullptr;
+    for (std::size_t i : order) {
+        if (!written[i].size) continue;
+        if (before && before->end() > written[i].memory) return false;
+        before = &written[i];
+    }
+    for (std::size_t k = 0; k + 1 < count; k++)
+        for (std::size_t i = 0; i < lists[k].size(); i++) {
+            const Stream &x = lists[k][i], &own = written[i];
+            if (!x.size || (x.memory == own.memory && x.dtype == own.dtype)) continue;
+            auto at = std::lower_bound(order.begin(), order.end(), x.end(),
+                                       [&](std::size_t j, const char *end) { return written[j].memory < end; });
+            while (at != order.begin() && !written[*--at].size) {}  // the last one that begins before its end
+            if (at != order.end() && written[*at].size && written[*at].end() > x.memory && written[*at].memory < x.end()) return false;
+        }
+    return true;
 }
 
-/* Arguments: the name of a pass, a list of lists of tensors, two factors, a flag or None, and how many
-   threads there are. Makes the pass; returns whether it has, all or nothing. */
+/* Arguments: the name of a pass, its lists of tensors, two factors, a flag or None, and how many threads
+   there are. Makes the pass; returns whether it has, all or nothing. */
 static PyObject *go_over(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    const char *name = count == 6 ? PyUnicode_AsUTF8(arguments[0]) : nullptr;
+    static const struct { const char *name; Pass::What what; Py_ssize_t lists; } passes[] = {
+        {"copy", Pass::COPY, 2}, {"unscale", Pass::COPY, 2}, {"check", Pass::CHECK, 1},
+        {"axpby", Pass::AXPBY, 3}, {"merge", Pass::MERGE, 2},
+    };
+    const char *name = count == 6 && PyUnicode_Check(arguments[0]) ? PyUnicode_AsUTF8(arguments[0]) : nullptr;
+    const auto *known = std::find_if(passes, std::end(passes), [=](auto &each) { return name && !std::strcmp(each.name, name); });
     PyObject *lists = count == 6 ? arguments[1] : nullptr;
-    if (!name || !PyList_Check(lists) || !PyList_GET_SIZE(lists) || PyList_GET_SIZE(lists) > 3) {
-        if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "go_over(name, lists, a, b, flag, threads)");
+    if (known == std::end(passes) || !PyList_Check(lists) || PyList_GET_SIZE(lists) != known->lists) {
+        PyErr_SetString(PyExc_TypeError, "go_over(name, lists, a, b, flag, threads)");
         return nullptr;
     }
-    const Py_ssize_t n = PyList_Check(PyList_GET_ITEM(lists, 0)) ? PyList_GET_SIZE(PyList_GET_ITEM(lists, 0)) : 0;
-    const Py_ssize_t streams = PyList_GET_SIZE(lists);
-    for (Py_ssize_t k = 0; k < streams; k++)
-        if (!are_tensors(PyList_GET_ITEM(lists, k), -1)) return nullptr;
-        else if (PyList_GET_SIZE(PyList_GET_ITEM(lists, k)) != n) Py_RETURN_FALSE;
-    if (!std::all_of(arguments + 2, arguments + 5, is_on_cpu)) Py_RETURN_FALSE;
-    float *flag = arguments[4] == Py_None ? nullptr : number_of(arguments[4]);
     const int threads = static_cast<int>(PyLong_AsLong(arguments[5]));
-    Pass pass{Pass::COPY, factor_of(arguments[2]), factor_of(arguments[3]), flag != nullptr};
     if (PyErr_Occurred()) return nullptr;
-    if (!std::strcmp(name, "check")) pass.what = Pass::CHECK;
-    else if (!std::strcmp(name, "axpby")) pass.what = Pass::AXPBY;
-    else if (!std::strcmp(name, "merge")) pass.what = Pass::MERGE;
+    const Py_ssize_t streams = known->lists;
+    for (Py_ssize_t k = 0; k < streams; k++)
+        if (!PyList_Check(PyList_GET_ITEM(lists, k))) Py_RETURN_FALSE;
+    const Py_ssize_t n = PyList_GET_SIZE(PyList_GET_ITEM(lists, 0));
+    for (Py_ssize_t k = 1; k < streams; k++)
+        if (PyList_GET_SIZE(PyList_GET_ITEM(lists, k)) != n) Py_RETURN_FALSE;
     return guarded([&]() -> PyObject * {
         const char *backend = std::getenv("AMP_KERNELS");
         if ((backend && *backend) || c10::impl::TorchDispatchModeTLS::any_modes_set()) return Py_NewRef(Py_False);
-        struct Piece { Stream of[3]; int64_t begin, end; };
-        std::vector<Piece> pieces;
+        Pass pass{known->what, 1, 1, arguments[4] != Py_None};
+        Stream flag{nullptr, c10::kFloat, 0};
+        const bool has_numbers = find_number(arguments[2], pass.a) && find_number(arguments[3], pass.b);
+        if (!has_numbers || (pass.checks && !find(arguments[4], flag, true))) return Py_NewRef(Py_False);
+        if (pass.checks && (flag.dtype != c10::kFloat || flag.size != 1)) return Py_NewRef(Py_False);
+        std::vector<Stream> of[3];
         int64_t total = 0;
         for (Py_ssize_t i = 0; i < n; i++) {
-            Piece piece{{}, 0, 0};
-            if (!find_streams(lists, i, piece.of)) return Py_NewRef(Py_False);
-            if (pass.what == Pass::MERGE && (piece.of[0].dtype == c10::kFloat || piece.of[1].dtype != c10::kFloat))
-                return Py_NewRef(Py_False);
-            const int64_t size = impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, 0), i))->numel();
-            for (; piece.begin < size; piece.begin = piece.end) {
-                piece.end = std::min(size, piece.begin + PIECE);
-                pieces.push_back(piece);
+            Stream found[3];
+            if (!find_all(lists, i, pass.what, found)) return Py_NewRef(Py_False);
+            for (Py_ssize_t k = 0; k < streams; k++) {
+                if (flag.memory < found[k].end() && found[k].memory < flag.end()) return Py_NewRef(Py_False);
+                of[k].push_back(found[k]);
             }
-            total += size;
+            total += found[0].size;
         }
         const bool writes = pass.what == Pass::COPY || pass.what == Pass::AXPBY;
-        for (Py_ssize_t i = 0; writes && i < n; i++) {
-            c10::TensorImpl *x = impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, streams - 1), i));
-            if (!x->is_inference()) x->bump_version();
-        }
+        if (pass.what != Pass::CHECK && !are_apart(of, streams)) return Py_NewRef(Py_False);
+        std::vector<c10::Storage> kept;  // other threads may move tensors meanwhile
+        for (Py_ssize_t k = 0; k < streams; k++)
+            for (Py_ssize_t i = 0; i < n; i++) {
+                c10::TensorImpl *x = impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, k), i));
+                if (total >= LONG) kept.push_back(x->storage());
+                if (writes && k == streams - 1 && !x->is_inference()) x->bump_version();
+            }
         int bad = 0;
-        const auto run = [&] {
-            #pragma omp parallel for num_threads(threads) reduction(|:bad) if (total > PIECE)
-            for (std::size_t p = 0; p < pieces.size(); p++)
-                for (int64_t i = pieces[p].begin; i < pieces[p].end; i += CHUNK)
-                    bad |= pass.run(pieces[p].of, i, std::min(CHUNK, pieces[p].end - i));
-        };
-        if (total < LONG) {
-            run();
-        } else {
-            std::vector<c10::Storage> kept;  // other threads may move tensors meanwhile
-            for (Py_ssize_t k = 0; k < streams; k++)
-                for (Py_ssize_t i = 0; i < n; i++)
-                    kept.push_back(impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, k), i))->storage());
-            Py_BEGIN_ALLOW_THREADS
-            run();
-            Py_END_ALLOW_THREADS
+        PyThreadState *const others = total < LONG ? nullptr : PyEval_SaveThread();
+        for (std::size_t i = 0; i < of[0].size(); i++) {
+            const Stream here[3] = {of[0][i], streams > 1 ? of[1][i] : flag, streams > 2 ? of[2][i] : flag};
+            const int64_t size = here[0].size;
+            if (size > PIECE) {
+                #pragma omp parallel for num_threads(threads) reduction(|:bad)
+                for (int64_t at = 0; at < size; at += CHUNK) bad |= pass.run(here, at, std::min(CHUNK, size - at));
+            } else {
+                for (int64_t at = 0; at < size; at += CHUNK) bad |= pass.run(here, at, std::min(CHUNK, size - at));
+            }
         }
-        if (flag && bad) *flag = 1;
+        if (others) PyEval_RestoreThread(others);
+        if (bad && pass.checks) *flag.at<float>(0) = 1;
+        return Py_NewRef(Py_True);
+    });
+}
+
+/* Arguments: a tensor, and a list of numbers. Writes them to it, if it is float32 `[n]` on the CPU and there
+   are as many; returns whether it has. */
+static PyObject *put(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    if (!are_two(count)) return nullptr;
+    PyObject *list = arguments[1];
+    return guarded([&]() -> PyObject * {
+        Stream to;
+        if (!find(arguments[0], to, true) || to.dtype != c10::kFloat || impl_of(arguments[0])->dim() != 1) return Py_NewRef(Py_False);
+        if (!PyList_Check(list) || PyList_GET_SIZE(list) != to.size || c10::impl::TorchDispatchModeTLS::any_modes_set())
+            return Py_NewRef(Py_False);
+        for (int64_t i = 0; i < to.size; i++)
+            if (!PyFloat_CheckExact(PyList_GET_ITEM(list, i))) return Py_NewRef(Py_False);
+        for (int64_t i = 0; i < to.size; i++)
+            *to.at<float>(i) = static_cast<float>(PyFloat_AS_DOUBLE(PyList_GET_ITEM(list, i)));
+        if (!impl_of(arguments[0])->is_inference()) impl_of(arguments[0])->bump_version();
         return Py_NewRef(Py_True);
     });
 }

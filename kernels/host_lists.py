@@ -215,9 +215,12 @@ class InPython:
         return torch.stack(tensors).tolist()
 
     @staticmethod
-    def put(tensor: Tensor, numbers: list[float]) -> None:
-        """Write numbers to a tensor `[n]`, float32 on the CPU."""
-        tensor.copy_(torch.tensor(numbers, dtype=torch.float32, device="cpu"))
+    def put(tensor: Tensor, numbers: list[float]) -> bool:
+        """Write numbers to a tensor `[n]`, float32 on the CPU; return whether that was done.
+
+        C++ leaves other tensors to torch; here it never is.
+        """
+        return False
 
     add = staticmethod(torch._foreach_add_)
     """Adds a number to each tensor, float32 `[]`, on the CPU. No interrupt comes in between."""

@@ -175,7 +175,7 @@ def _extremes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 def _is_at_most_one(factor: Tensor | None) -> bool:
     """Whether the host knows, without waiting for a device, that products cannot overflow."""
-    return factor is None or (factor.device.type == "cpu" and factor.tolist()[0] <= 1.0)
+    return factor is None or (factor.device.type == "cpu" and abs(factor.tolist()[0]) <= 1.0)
 
 
 _UNSCALE = Elementwise(unscale_kernel, unscale_reference, writes=1, block=BLOCK, in_cpp="unscale")

@@ -67,7 +67,8 @@ def update_scale(
         launch(update_kernel, 1, state.device, warps=1, **arguments)
     elif is_on_host(state) and not torch.compiler.is_compiling():
         new = next_state(state.tolist(), numbers, reset_each_step)
-        host_lists.lists.put(state, new)
+        if not host_lists.lists.put(state, new):
+            state.copy_(torch.tensor(new, dtype=torch.float32, device="cpu"))
         return new
     else:
         update_scale_reference(state, numbers, reset_each_step)
@@ -114,9 +115,9 @@ def next_state(state: list[float], numbers: Sequence[float], reset_each_step: bo
     else:
         good, overflows = good + 1.0, 0.0
         if reset_each_step:
-            left = hysteresis
+            left = float(hysteresis)
         if good >= interval:
-            new, good, left = max(min(scale * growth, ceiling), scale), 0.0, hysteresis
+            new, good, left = max(min(scale * growth, ceiling), scale), 0.0, float(hysteresis)
     if new != scale:
         new = torch.tensor(new, dtype=torch.float32, device="cpu").item()  # rounded before its inverse
     inverse_scale = 1.0 / new if new else math.inf

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 
 import amp
-from amp.kernels import host_lists
+from amp.kernels import host_lists, master_copy, unscale
 from amp.kernels.host_lists import InPython
 from amp.kernels.language import INTERPRETED
 from amp.torch_versions import HAS_GRAD_DTYPE
@@ -246,12 +246,25 @@ def test_which_dtypes_gradients_may_have(way: Any) -> None:
     assert way.take_any_grad([])
 
 
-def test_numbers_are_put_into_a_tensor(way: Any) -> None:
+def test_numbers_are_put_into_a_tensor(in_cpp: Any) -> None:
     state = torch.zeros(3)
     version = state._version
-    assert way.put(state, [1.0, 0.1, -3.0]) is None
+    assert in_cpp.put(state, [1.0, 0.1, -3.0])
     assert torch.equal(state, torch.tensor([1.0, 0.1, -3.0]))
     assert state._version > version
+    assert not InPython.put(state, [0.0] * 3)
+    for odd, numbers in (
+        (state, [0.0]),
+        (state, [0.0, 0.0, 0]),
+        (state, (0.0, 0.0, 0.0)),
+        (state.double(), [0.0] * 3),
+        (state.to("meta"), [0.0] * 3),
+        (torch.zeros(6)[::2], [0.0] * 3),
+        (released(torch.zeros(3)), [0.0] * 3),
+        (None, [0.0] * 3),
+    ):
+        assert not in_cpp.put(odd, numbers)
+    assert state[0] == 1.0
 
 
 def test_what_has_neither_version_nor_address_raises(way: Any) -> None:
@@ -376,15 +389,11 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.have_memory, (wrong,)),
         (in_cpp.are_whole, (wrong,)),
         (in_cpp.take_any_grad, (wrong,)),
-        (in_cpp.put, (wrong, [1.0])),
-        (in_cpp.put, (torch.ones(5), wrong)),
-        (in_cpp.put, (torch.ones(2), [1.0])),
-        (in_cpp.put, (torch.ones(2).double(), [1.0, 2.0])),
-        (in_cpp.put, (torch.ones(2), [1.0, "x"])),
-        (in_cpp.go_over, ("copy", [wrong, wrong], 1.0, 1.0, None, 1)),
         (in_cpp.go_over, (3, [[torch.ones(1)]], 1.0, 1.0, None, 1)),
-        (in_cpp.go_over, ("check", [[torch.ones(1)]], "x", 1.0, None, 1)),
-        (in_cpp.go_over, ("check", [[torch.ones(1)]], 1.0, 1.0, torch.ones(2), 1)),
+        (in_cpp.go_over, ("no pass", [[torch.ones(1)]], 1.0, 1.0, None, 1)),
+        (in_cpp.go_over, ("axpby", [[torch.ones(1)]], 1.0, 1.0, None, 1)),
+        (in_cpp.go_over, ("check", 3, 1.0, 1.0, None, 1)),
+        (in_cpp.go_over, ("check", [[torch.ones(1)]], 1.0, 1.0, None, None)),
         (in_cpp.shards, (wrong,)),
         (in_cpp.are_of_kind, (wrong, (1,), (torch.float32,))),
         (in_cpp.read_slot, (wrong, "first")),
@@ -470,6 +479,92 @@ def test_where_nothing_can_be_compiled_nobody_is_told(
         host_lists._compile()
     assert host_lists.lists is InPython
     assert not caplog.text
+
+
+class Watching(Tensor):
+    """A tensor that sees torch's functions."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def inference(x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return x.clone()
+
+
+def released(x: Tensor) -> Tensor:
+    x.untyped_storage().resize_(0)
+    return x
+
+
+X = torch.arange(8.0)
+NOT_TAKEN: dict[str, Any] = {
+    "gaps": lambda: [[X[::2].clone()[::1], X[::2]], [X[:4].clone(), X[:4].clone()]],
+    "another order": lambda: [[X.view(2, 4).t()], [X.view(4, 2).clone()]],
+    "another shape": lambda: [[X[:4].clone()], [X[:3].clone()]],
+    "another length": lambda: [[X.clone()], []],
+    "float64": lambda: [[X.double()], [X.clone()]],
+    "whole numbers": lambda: [[X.int()], [X.clone()]],
+    "no values": lambda: [[X.to("meta")], [X.clone()]],
+    "negated": lambda: [[torch._neg_view(X)], [X.clone()]],
+    "a class that sees functions": lambda: [[X.as_subclass(Watching)], [X.clone()]],
+    "made in inference mode": lambda: [[X.clone()], [inference(X)]],
+    "no memory": lambda: [[X.clone()], [released(X.clone())]],
+    "a part of itself": lambda: [[X[:-1]], [X[1:]]],
+    "one target twice": lambda: [[X + 1, X + 2], [X, X]],
+    "targets that overlap": lambda: [[X[:5] + 1, X[:5] + 2], [X[:5], X[3:]]],
+    "a source that is another's target": lambda: [[X + 1, X[:4]], [X[:4], X[4:]]],
+    "no tensor": lambda: [[X.clone()], [None]],
+}
+
+
+@pytest.mark.parametrize("case", NOT_TAKEN)
+def test_what_cpp_leaves_to_torch(in_cpp: Any, case: str) -> None:
+    lists, before = NOT_TAKEN[case](), X.clone()
+    assert not in_cpp.go_over("copy", lists, 1.0, 1.0, None, 2)
+    assert torch.equal(X, before)
+    taken = [X.clone(), X.clone()]
+    assert in_cpp.go_over("copy", [[X, X], taken], 2.0, 1.0, None, 2)
+    assert torch.equal(taken[1], 2 * X)
+
+
+def test_factors_and_flags_that_cpp_leaves_to_torch(in_cpp: Any) -> None:
+    one = torch.ones(1)
+    with FakeTensorMode():
+        fake = torch.ones(1)
+    odd = (
+        fake,
+        torch._neg_view(one),
+        one.double(),
+        torch.ones(2),
+        one.to("meta"),
+        released(one.clone()),
+    )
+    for number in (*odd, None, "1", True, torch.ones(())):
+        assert not in_cpp.go_over("check", [[X]], number, 1.0, torch.zeros(1), 1), number
+        assert number is None or not in_cpp.go_over("check", [[X]], 1.0, 1.0, number, 1), number
+    for ruined in (torch.func.vmap, torch.func.grad):
+        with pytest.raises(RuntimeError):  # of torch's own operation, on what has no memory
+            ruined(lambda x: unscale.check([X], x.reshape(1), torch.zeros(1)) or x.sum())(torch.ones(3))
+    flag = torch.zeros(1)
+    assert not in_cpp.go_over("check", [[flag]], 1.0, 1.0, flag, 1)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(X, X)
+        assert not in_cpp.go_over("copy", [[dual], [X.clone()]], 1.0, 1.0, None, 1)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert not in_cpp.go_over("copy", [[X], [X]], 1.0, 1.0, None, 1)
+
+
+@pytest.mark.parametrize("n", [40_000, 2**18])
+def test_tensors_that_share_memory_take_one_result(in_cpp: Any, n: int) -> None:
+    """That of torch, with several threads too."""
+    for _ in range(5):
+        target = torch.zeros(n)
+        sources = [torch.full((n,), float(i)) for i in range(4)]
+        master_copy.master_copy(sources, [target] * 4)
+        assert torch.equal(target, sources[3])
 
 
 EVENTS: tuple[Any, ...] = (

@@ -136,6 +136,15 @@ def test_an_overflow_born_in_unscaling_is_found(device: torch.device, target: to
     assert found_inf.item() == 1
 
 
+@pytest.mark.parametrize("operation", ["unscale", "check", "l2norm"])
+def test_an_overflow_by_a_negative_factor_is_found(device: torch.device, operation: str) -> None:
+    grads = [torch.tensor([1.0, 1e35], device=device)]
+    for factor, bad in ((-1.0, 0), (-(2.0**20), 1)):
+        found_inf = scalar(device, 0)
+        run(operation, grads, poisoned(grads, F32), scalar(device, factor), found_inf)
+        assert found_inf.item() == bad
+
+
 def test_the_check_writes_nothing_but_its_finding(device: torch.device) -> None:
     grads = random_like_gradients(device, F16)
     before = [g.clone() for g in grads]
