@@ -49,7 +49,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,23 +69,13 @@ from amp.training import unscaling
 from amp.training.deferred_gradients import Deferral
 from amp.training.hidden_gradients import begin_compiling, register_with_dynamo
 from amp.training.parameters import ParameterNames, Parameters
-from amp.training.scaler import LossScaler, ScaleSnapshot
+from amp.training.scaler import ScaleSnapshot
 from amp.training.synchronization import Synchronization
 from amp.training.unscaling import NewGradients
 from amp.training.verdicts import Capabilities, Verdict, Verdicts
 
-_grad = operator.attrgetter("grad")
-
-
-class OpenBlock(Protocol):
-    """A block, as far as its gradients know it."""
-
-    scaler: LossScaler
-    scale: ScaleSnapshot
-
-    def finish(self, update: bool = True) -> None:
-        """Unscale what was left scaled."""
-        ...
+if TYPE_CHECKING:
+    from amp.training.blocks import Block
 
 
 class State(enum.Enum):
@@ -125,14 +115,14 @@ class Gradients:
         self.parameters = Parameters((), masters, named.called)
         self.deferral = Deferral(optimizer)
         self.verdicts = Verdicts()
-        self.delayed: OpenBlock | None = None
+        self.delayed: Block | None = None
         self.were_reduced = True
         self.were_stepped = False
         self._are_hidden = False
         """Whether masters alone have their gradients, so that a backward may make new ones."""
         self._has_looked = False
         """Whether a forward has looked at the masters since the last step."""
-        self.open_block: OpenBlock | None = None
+        self.open_block: Block | None = None
         self._aside: dict[Tensor, Tensor] = {}
 
     @property
@@ -278,7 +268,7 @@ class Gradients:
         if is_checked and not (self.are_there() or have_grads(parameters.models)):
             self.verdicts.clear()  # the script has cleared the gradients that they are about
 
-    def enter(self, block: OpenBlock) -> None:
+    def enter(self, block: Block) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
         if self.delayed is not None:
             self.open_block = block
@@ -295,7 +285,7 @@ class Gradients:
             self._are_hidden = True
             self.parameters.pairs.hide()
 
-    def abort(self, block: OpenBlock) -> None:
+    def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered. Idempotent.
 
         Its gradients are dropped, and those that were set aside come back. If backward has added them
@@ -320,7 +310,7 @@ class Gradients:
         is_alone = not self._synchronization.wrappers
         return is_alone or self._synchronization.are_reduced(self.parameters.of_model)
 
-    def delay(self, block: OpenBlock) -> Change:
+    def delay(self, block: Block) -> Change:
         """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
         delayed = {"delayed": self.delayed or block, "were_reduced": self.are_reduced()}
         return functools.partial(vars(self).update, open_block=None, _are_hidden=True, **delayed)
