@@ -174,8 +174,7 @@ class AttachedOptimizer:
         self._patches.undo()
         forget_inputs(self.optimizer)
         stepped = [each for group in self.optimizer.param_groups for each in group["params"]]
-        models = [(each, self.masters.model(each)) for each in stepped]
-        self._released |= {master: model for master, model in models if model is not None}
+        self._released |= {x: model for x in stepped if (model := self.masters.model(x)) is not None}
         self._give_state_back()
         self._rekey_state(self._released)
         for group in self.optimizer.param_groups:
@@ -323,9 +322,7 @@ class AttachedOptimizer:
         self.gradients.zero_grad(None)
         if getattr(zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
             return zero_grad(*args, **kwargs)
-        for parameter in self.gradients.parameters.unmastered:  # all that is left for it to do
-            parameter.grad = None
-        return None
+        return store_grads(self.gradients.parameters.unmastered)  # all that is left for it to do
 
 
 def keeps_moments(optimizer: Any) -> bool:
