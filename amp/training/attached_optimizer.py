@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,16 +61,13 @@ class AttachedOptimizer:
         self.optimizer = optimizer
         self.owner = owner
         self.masters: MasterWeights = owner.masters
-        self._use_masters = bool(owner.properties.master_weights)
         self.has_half = owner.properties.has_half
         self._patches = Patches()
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
         self.named = ParameterNames(optimizer, owner.named_parameters)
         self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
-        self.gradients = Gradients(
-            optimizer, self.masters, self.named, owner.synchronization, self._use_masters
-        )
+        self.gradients = Gradients(optimizer, self.masters, self.named, owner.synchronization)
         self.may_be_plain = owner.is_plain and not self.gradients.capabilities.needs_inputs
         self.step = OptimizerStep(self)
         self.misuse: Misuse | None = Misuse(self)
@@ -119,7 +115,7 @@ class AttachedOptimizer:
             else:  # its own methods call those of the optimizer
                 methods = {x: of_all[x] for x in of_all if inherits(holder, x)}
                 own = ["step", *own_methods(holder)]
-            methods |= dict.fromkeys(own if self._use_masters else (), self._run_own_method)
+            methods |= dict.fromkeys(own if self.masters.are_used else (), self._run_own_method)
             for name, method in methods.items():
                 wrap = functools.partial(_bound_wrapper, self, holder, method)
                 self._patches.wrap(holder, name, wrap)
@@ -146,15 +142,6 @@ class AttachedOptimizer:
             parameters = self.gradients.reconcile()
             parameters.pairs.merge()
         return parameters
-
-    @contextmanager
-    def not_in_training(self) -> Iterator[None]:
-        """Do not look for mistakes in a step that only makes the optimizer's state."""
-        misuse, self.misuse = self.misuse, None
-        try:
-            yield
-        finally:
-            self.misuse = misuse
 
     def names_of(self, stepped: Sequence[Tensor]) -> list[str | None]:
         """Return the bare names of parameters or masters in their models, None for unknown ones."""
@@ -210,18 +197,6 @@ class AttachedOptimizer:
         """Note which parameters of the session's models this optimizer is to train."""
         self.named.note_names(self.gradients.reconcile().of_model)
 
-    def remember_state(self) -> Callable[[], None]:
-        """Return a function that restores the tensors that each parameter's state has now."""
-        of_parameters = [x for x in self.optimizer.state.values() if isinstance(x, dict)]
-        before = [(entries, dict(entries)) for entries in of_parameters]
-
-        def take_back() -> None:
-            for entries, own in before:
-                entries.clear()
-                entries.update(own)
-
-        return take_back
-
     def recast_state(self, state_dtype: StateDtype | None = None) -> None:
         """Cast each parameter's state, except counters, to the parameter's dtype.
 
@@ -245,7 +220,7 @@ class AttachedOptimizer:
         params = group["params"]
         master_of: dict[Tensor, Tensor] = {}
         for i, parameter in enumerate(params):
-            if self._use_masters and parameter.dtype in LOW_PRECISION:
+            if self.masters.are_used and parameter.dtype in LOW_PRECISION:
                 params[i] = master_of[parameter] = self.masters.acquire(parameter, before, self).master
         self._rekey_state(master_of)
 

@@ -107,10 +107,8 @@ class Gradients:
         masters: MasterWeights,
         named: ParameterNames,
         synchronization: Synchronization,
-        uses_masters: bool,
     ) -> None:
         self._optimizer, self._masters, self._named = optimizer, masters, named
-        self._uses_masters = uses_masters
         self.capabilities, self._synchronization = Capabilities(optimizer), synchronization
         self.parameters = Parameters((), masters, named.called)
         self.deferral = Deferral(optimizer)
@@ -186,7 +184,7 @@ class Gradients:
                 raise AmpRuntimeError(cast_text(called, parameter, dtype))
         parameters = Parameters(now, self._masters, called)
         half = [each for each in parameters.unmastered if each.dtype in LOW_PRECISION]
-        if half and self._uses_masters:
+        if half and self._masters.are_used:
             raise AmpRuntimeError(
                 f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters where "
                 f"FP32 masters should be ({first_few(half, called, most=3)}): a script has put them "
