@@ -202,8 +202,7 @@ class Pairs:
 
     def _values(self) -> list[Tensor]:
         """Return what holds the values of masters; of DTensors the shards."""
-        are_whole = self._are_whole
-        holders = self.masters if are_whole else host_lists.lists.read_slot(self.pairs, "holder")
+        holders = host_lists.lists.read_slot(self.pairs, "holder")
         return holders if self.are_plain else local_shards(holders)
 
     def merge(self) -> None:
@@ -274,10 +273,6 @@ class Pairs:
         lists.write_slot(self.pairs, "given", [None] * len(self.pairs))
 
     # Gradients.
-
-    def hide(self) -> None:
-        """Leave the gradients to the masters alone, so that a backward may make new ones."""
-        host_lists.lists.clear_grads(self.models)
 
     def show(self, shown: list[Tensor] | None = None) -> None:
         """Give parameters the gradients of their masters, and note them.

@@ -237,7 +237,7 @@ class Gradients:
         pairs.follow_grads()
         self.deferral.unscale_if_changed(pairs)
         self._are_hidden = True
-        pairs.hide()
+        host_lists.lists.clear_grads(pairs.models)
         return True
 
     def show(self) -> None:
@@ -277,11 +277,10 @@ class Gradients:
             aside = {p: grad.clone() if grad._is_view() else grad for p, grad in there}
         # From here on the block can be left, so an interrupt finds it open or not entered.
         self._aside, self.open_block = aside, block
-        for parameter in aside:
-            parameter.grad = None
+        host_lists.lists.clear_grads(list(aside))
         if self.parameters.masters:
             self._are_hidden = True
-            self.parameters.pairs.hide()
+            host_lists.lists.clear_grads(self.parameters.models)
 
     def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered. Idempotent.
