@@ -91,10 +91,8 @@ def check_entries(optimizer: FusedOptimizer, index: int, place: int) -> None:
 
 def _called(group: Mapping[str, Any], index: int, place: int) -> str:
     """Return how to call a parameter of a group in a message."""
-    called = (
-        f"param_groups[{index}]['params'][{place}], of shape {tuple(group['params'][place].shape)},"
-    )
-    names = group.get("param_names")
+    shape, names = tuple(group["params"][place].shape), group.get("param_names")
+    called = f"param_groups[{index}]['params'][{place}], of shape {shape},"
     return f"'{names[place]}', {called}" if names else called
 
 

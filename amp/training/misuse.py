@@ -295,9 +295,8 @@ class BlockWatch:
 
     def backward_has_ended(self) -> None:
         """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
-        for pair in chain(
-            *[each.attached.gradients.parameters.pairs.pairs for each in self._unstepped]
-        ):
+        of_all = [each.attached.gradients.parameters.pairs for each in self._unstepped]
+        for pair in chain.from_iterable(pairs.pairs for pairs in of_all):
             if pair.master.grad is not None and pair.master.grad is not pair.grad:
                 raise AmpRuntimeError(
                     f"the FP32 master of a parameter of shape {tuple(pair.master.shape)} was given a "

@@ -242,10 +242,8 @@ def _unscale_in_graph(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tenso
         kernels.unscale.check([move.source.detach() for move in moves], inv_scale, found_inf)
     with torch.enable_grad():
         for move in moves:
-            is_own = move.stepped is move.parameter
-            grad = (move.source.to(torch.float32) * inv_scale.reshape(())).to(
-                move.source.dtype if is_own else torch.float32
-            )
+            dtype = move.source.dtype if move.stepped is move.parameter else torch.float32
+            grad = (move.source.to(torch.float32) * inv_scale.reshape(())).to(dtype)
             move.parameter.grad = None
             move.stepped.grad = grad if move.total is None else grad + move.total
 
