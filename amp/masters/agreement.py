@@ -41,7 +41,6 @@ from amp.masters import lean
 from amp.masters.pair import Pair, untraced
 from amp.torch_versions import HAS_GRAD_DTYPE
 
-_grad = operator.attrgetter("grad")
 _grad_dtype = operator.attrgetter("grad_dtype")
 
 
@@ -280,7 +279,7 @@ class Pairs:
         Args:
             shown: the gradients of all masters, if the caller knows them.
         """
-        grads = list(map(_grad, self.masters)) if shown is None else shown
+        grads = grads_of(self.masters) if shown is None else shown
         host_lists.lists.write_slot(self.pairs, "grad", grads)
         if not HAS_GRAD_DTYPE:
             return

@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError, is_out_of_memory
-from amp.kernels.host_lists import store_grads
+from amp.kernels import host_lists
 from amp.kernels.interrupts import at_once
 from amp.masters.master_weights import MasterWeights
 from amp.masters.shared_state import SharedState
@@ -210,10 +210,9 @@ class AttachedOptimizer:
             if not isinstance(parameter, Tensor) or not isinstance(entries, dict):
                 continue  # some optimizers keep their own things there
             for key, value in entries.items():
-                if not isinstance(value, Tensor) or key == "step" or value.dtype not in CASTABLE:
-                    continue
-                if value.dim() or not parameter.dim():  # a number for a whole tensor keeps its dtype
-                    entries[key] = value.to(parameter.dtype)
+                is_moment = isinstance(value, Tensor) and key != "step" and value.dtype in CASTABLE
+                if is_moment and (value.dim() or not parameter.dim()):
+                    entries[key] = value.to(parameter.dtype)  # but no number for a whole tensor
 
     def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
         """Replace a group's 16-bit parameters by masters, in the same list, which LBFGS keeps."""
@@ -241,9 +240,7 @@ class AttachedOptimizer:
         shared = {id(state.replaced): state for state in known}
         for holder in holders if self.has_half else ():
             if type(state := holder.state) in (dict, defaultdict):
-                if id(state) not in shared:
-                    shared[id(state)] = SharedState(state, self.masters)
-                holder.state = shared[id(state)]
+                holder.state = shared.setdefault(id(state), SharedState(state, self.masters))
         for state in shared.values():
             state.replaced.clear()  # it would keep entries that are removed from the other
 
@@ -285,7 +282,7 @@ class AttachedOptimizer:
             return zero_grad(*args, **kwargs)
         if given := [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]:
             found = [self.masters.master(parameter) for parameter in given]  # in the backward
-            store_grads([*given, *(master for master in found if master is not None)])
+            host_lists.lists.clear_grads([*given, *(master for master in found if master is not None)])
             return zero_grad(*args, **kwargs)
         if self.misuse is not None:
             self.misuse.of_others = []
@@ -297,7 +294,8 @@ class AttachedOptimizer:
         self.gradients.zero_grad(None)
         if getattr(zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
             return zero_grad(*args, **kwargs)
-        return store_grads(self.gradients.parameters.unmastered)  # all that is left for it to do
+        # All that is left for it to do.
+        return host_lists.lists.clear_grads(self.gradients.parameters.unmastered)
 
 
 def keeps_moments(optimizer: Any) -> bool:

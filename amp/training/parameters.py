@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -16,8 +15,6 @@ from amp.kernels.tensor_lists import TensorList, are_plain, local_shards
 from amp.masters.agreement import Pairs, called_by_shape
 from amp.masters.master_weights import MasterWeights
 from amp.names import bare_names
-
-_dtype = operator.attrgetter("dtype")
 
 
 class Parameters:
@@ -55,7 +52,7 @@ class Parameters:
         self.masters, self.models = self.pairs.masters, self.pairs.models
         self.unmastered = [each for each, pair in both if pair is None or pair.master is not each]
         self.of_model = [*self.models, *self.unmastered]
-        self.dtypes = list(map(_dtype, self.unmastered))
+        self.dtypes = [each.dtype for each in self.unmastered]
         self.process_groups = groups_of_meshes(self.stepped)
         self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
         of_rank = self.unmastered if self.are_plain else local_shards(self.unmastered)

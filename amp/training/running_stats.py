@@ -15,8 +15,6 @@ from amp.kernels.tensor_lists import are_plain
 from amp.lazy import kernels
 from amp.undo import Undo
 
-_NAMES = ("running_mean", "running_var")
-
 
 class RunningStatistics:
     """The running means and variances of normalization layers, and their last finite values.
@@ -81,7 +79,7 @@ class RunningStatistics:
 
 
 def _buffers_of(module: nn.Module) -> list[Tensor]:
-    found = [module._buffers.get(name) for name in _NAMES]
+    found = [module._buffers.get(name) for name in ("running_mean", "running_var")]
     return [buffer for buffer in found if buffer is not None]
 
 

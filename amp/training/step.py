@@ -328,12 +328,9 @@ class OptimizerStep:
                 self._attached().owner.learn(scaler)
 
 
-_INPUTS = {"scaled_grads", "grad_scale", "found_inf"}
-
-
 def forget_inputs(optimizer: Any) -> None:
     """Remove the inputs of a step from an optimizer: later steps would use them."""
-    for name in _INPUTS:
+    for name in ("scaled_grads", "grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
 
 
