@@ -44,6 +44,10 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 _grad_dtype = operator.attrgetter("grad_dtype")
 
 
+Called = Callable[[Tensor], str]
+"""Returns how to call a parameter in a message."""
+
+
 def called_by_shape(parameter: Tensor) -> str:
     """Return how to call a parameter in a message if its name is not known."""
     return f"a parameter of shape {tuple(parameter.shape)}"
@@ -63,9 +67,7 @@ class Pairs:
         master_list, model_list: the same as `TensorList`s, of local shards; `now` makes them current.
     """
 
-    def __init__(
-        self, pairs: Iterable[Pair], called: Callable[[Tensor], str] = called_by_shape
-    ) -> None:
+    def __init__(self, pairs: Iterable[Pair], called: Called = called_by_shape) -> None:
         self.pairs = list(pairs)
         self.masters: list[Any] = [pair.master for pair in self.pairs]
         self.models: list[Tensor] = [pair.parameter for pair in self.pairs]
@@ -348,7 +350,7 @@ def _where_to_write(pair: Pair) -> Tensor:
     return pair.parameter if has_trace else untraced(pair.parameter)
 
 
-def cast_text(called: Callable[[Tensor], str], parameter: Tensor, dtype: torch.dtype) -> str:
+def cast_text(called: Called, parameter: Tensor, dtype: torch.dtype) -> str:
     """Return the message about a parameter that was cast after `initialize`."""
     return (
         f"{called(parameter)} is {parameter.dtype} and was {dtype} at "

@@ -67,7 +67,7 @@ class AttachedOptimizer:
         self._released: dict[Tensor, Tensor] = {}
         self.named = ParameterNames(optimizer, owner.named_parameters)
         self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
-        self.gradients = Gradients(optimizer, self.masters, self.named, owner.synchronization)
+        self.gradients = Gradients(optimizer, owner, self.named)
         self.may_be_plain = owner.is_plain and not self.gradients.capabilities.needs_inputs
         self.step = OptimizerStep(self)
         self.misuse: Misuse | None = Misuse(self)

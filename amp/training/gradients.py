@@ -90,6 +90,11 @@ class State(enum.Enum):
 class Gradients:
     """The gradients of one optimizer.
 
+    Args:
+        optimizer: the one that steps.
+        owner: the session.
+        named: knows the model's parameters by name.
+
     Attributes:
         capabilities: what the optimizer declares.
         parameters: what the optimizer's groups held at the last look.
@@ -101,16 +106,12 @@ class Gradients:
         were_stepped: whether a step has used the gradients, and no block was entered since.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        masters: MasterWeights,
-        named: ParameterNames,
-        synchronization: Synchronization,
-    ) -> None:
-        self._optimizer, self._masters, self._named = optimizer, masters, named
-        self.capabilities, self._synchronization = Capabilities(optimizer), synchronization
-        self.parameters = Parameters((), masters, named.called)
+    def __init__(self, optimizer: Any, owner: Any, named: ParameterNames) -> None:
+        self._optimizer, self._named = optimizer, named
+        self._masters: MasterWeights = owner.masters
+        self._synchronization: Synchronization = owner.synchronization
+        self.capabilities = Capabilities(optimizer)
+        self.parameters = Parameters((), self._masters, named.called)
         self.deferral = Deferral(optimizer)
         self.verdicts = Verdicts()
         self.delayed: Block | None = None
@@ -525,8 +526,7 @@ class Gradients:
         self._drop(is_to_none=False)
         result = write_zeros()
         if self.open_block is not None:
-            for pair in pairs.pairs:
-                pair.grad = pair.master.grad
+            host_lists.lists.write_slot(pairs.pairs, "grad", grads_of(pairs.masters))
             return result
         for pair in pairs.pairs:
             if pair.master.grad is None and (grad := pair.parameter.grad) is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from amp.distributed import groups_of_meshes
 from amp.errors import AmpRuntimeError, first_few, warn
 from amp.kernels.tensor_lists import TensorList, are_plain, local_shards
-from amp.masters.agreement import Pairs, called_by_shape
+from amp.masters.agreement import Called, Pairs, called_by_shape
 from amp.masters.master_weights import MasterWeights
 from amp.names import bare_names
 
@@ -39,10 +39,7 @@ class Parameters:
     """
 
     def __init__(
-        self,
-        in_groups: Sequence[Sequence[Tensor]],
-        masters: MasterWeights,
-        called: Callable[[Tensor], str],
+        self, in_groups: Sequence[Sequence[Tensor]], masters: MasterWeights, called: Called
     ) -> None:
         self.in_groups = list(map(list, in_groups))
         self.stepped = list(dict.fromkeys(chain.from_iterable(in_groups)))
