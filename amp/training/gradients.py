@@ -475,12 +475,11 @@ class Gradients:
 
     def grads_for_step(self) -> list[tuple[Tensor, Tensor]]:
         """Return the model's parameters that have a gradient for the step, with it, scaled or not."""
-        kept, parameters = self.deferral.kept, self.parameters
-        models = parameters.models if kept is None else kept.of.models
-        grads = grads_of(parameters.masters) if kept is None else kept.grads
-        of_models = zip(models, grads, strict=True)
-        own = zip(parameters.unmastered, grads_of(parameters.unmastered), strict=True)
-        return [(each, grad) for each, grad in (*of_models, *own) if grad is not None]
+        kept, own = self.deferral.kept, self.parameters.unmastered
+        pairs = self.parameters.pairs if kept is None else kept.of
+        grads = grads_of(pairs.masters) if kept is None else kept.grads
+        both = zip((*pairs.models, *own), (*grads, *grads_of(own)), strict=True)
+        return [(each, grad) for each, grad in both if grad is not None]
 
     def end_step(self, verdicts: Sequence[Verdict]) -> None:
         """Note that a step has used the masters' gradients. Idempotent.
