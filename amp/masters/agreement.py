@@ -202,7 +202,7 @@ class Pairs:
         return both if self.are_plain else list(map(local_shards, both))
 
     def _values(self) -> list[Tensor]:
-        """Return what holds the values of masters; of DTensors the shards."""
+        """Return what holds the values of masters, whole ones themselves; of DTensors the shards."""
         holders = host_lists.lists.read_slot(self.pairs, "holder")
         return holders if self.are_plain else local_shards(holders)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class AttachedOptimizer:
         self._patches = Patches()
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
-        self.named = ParameterNames(optimizer, owner.named_parameters)
+        self.named = ParameterNames(optimizer, owner)
         self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
         self.gradients = Gradients(optimizer, owner, self.named)
         self.may_be_plain = owner.is_plain and not self.gradients.capabilities.needs_inputs
@@ -143,11 +143,6 @@ class AttachedOptimizer:
             parameters.pairs.merge()
         return parameters
 
-    def names_of(self, stepped: Sequence[Tensor]) -> list[str | None]:
-        """Return the bare names of parameters or masters in their models, None for unknown ones."""
-        models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
-        return self.named.bare_names_of(models)
-
     def detach(self) -> None:
         """Restore the optimizer's methods and parameters. Idempotent, also after an interrupt."""
         if not self._is_attached:
@@ -212,7 +207,8 @@ class AttachedOptimizer:
             for key, value in entries.items():
                 is_moment = isinstance(value, Tensor) and key != "step" and value.dtype in CASTABLE
                 if is_moment and (value.dim() or not parameter.dim()):
-                    entries[key] = value.to(parameter.dtype)  # but no number for a whole tensor
+                    # A number for a whole tensor keeps its dtype.
+                    entries[key] = value.to(parameter.dtype)
 
     def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
         """Replace a group's 16-bit parameters by masters, in the same list, which LBFGS keeps."""

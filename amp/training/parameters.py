@@ -66,15 +66,14 @@ class ParameterNames:
 
     Args:
         optimizer: the optimizer.
-        named_parameters: returns the parameters that the models have now, by the number of the model
-            and the name in it.
+        owner: the session. Its `named_parameters` returns the parameters that the models have now, by
+            the number of the model and the name in it.
     """
 
-    def __init__(
-        self, optimizer: Any, named_parameters: Callable[[], dict[tuple[int, str], Tensor]]
-    ) -> None:
+    def __init__(self, optimizer: Any, owner: Any) -> None:
         self._optimizer = optimizer
-        self._named_parameters = named_parameters
+        self._masters: MasterWeights = owner.masters
+        self._named_parameters: Callable[[], dict[tuple[int, str], Tensor]] = owner.named_parameters
         self._by_name: dict[tuple[int, str], Tensor] = {}
         self._has_warned_of_forward = False
 
@@ -89,10 +88,11 @@ class ParameterNames:
         key_of = {id(parameter): key for key, parameter in reversed(self._named_parameters().items())}
         return [key_of.get(id(parameter)) for parameter in parameters]
 
-    def bare_names_of(self, parameters: Iterable[Tensor]) -> list[str | None]:
-        """Return what `keys_of` does as one text each, without the names of wrappers."""
+    def bare_names_of(self, stepped: Iterable[Tensor]) -> list[str | None]:
+        """Return what `keys_of` does, also of masters, as one text each without names of wrappers."""
         bare = bare_names(self._named_parameters())
-        return [None if key is None else f"{key[0]}.{bare[key]}" for key in self.keys_of(parameters)]
+        models = [model if (model := self._masters.model(p)) is not None else p for p in stepped]
+        return [None if key is None else f"{key[0]}.{bare[key]}" for key in self.keys_of(models)]
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         """Return each parameter's name, with the number of its model if there are several, or shape."""

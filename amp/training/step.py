@@ -177,7 +177,7 @@ class OptimizerStep:
                 Pairs([pair for pair in pairs.pairs if pair.master.grad is None]).merge()
             return deferred
 
-        names_of, merges = self._attached().names_of, self._masters.are_whole
+        names_of, merges = self._attached().named.bare_names_of, self._masters.are_whole
         inputs = StepInputs(look_up, names_of, found_inf, merges)
         try:
             self._has_given_inputs = True
