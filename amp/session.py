@@ -125,7 +125,7 @@ class Session:
             or self.fp8
             or any(x.config.check or not x.config.is_identity for x in self.scalers)
         )
-        self.synchronization = Synchronization(self.properties, self.named_parameters)
+        self.synchronization = Synchronization(self)
         self.running_stats = RunningStatistics()
         self.is_rehearsal = False
         self.last_report: Any = None

@@ -63,7 +63,6 @@ from amp.kernels.interrupts import Change
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.agreement import cast_text
-from amp.masters.master_weights import MasterWeights
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
 from amp.training.deferred_gradients import Deferral
@@ -108,10 +107,9 @@ class Gradients:
 
     def __init__(self, optimizer: Any, owner: Any, named: ParameterNames) -> None:
         self._optimizer, self._named = optimizer, named
-        self._masters: MasterWeights = owner.masters
         self._synchronization: Synchronization = owner.synchronization
         self.capabilities = Capabilities(optimizer)
-        self.parameters = Parameters((), self._masters, named.called)
+        self.parameters = Parameters((), named)
         self.deferral = Deferral(optimizer)
         self.verdicts = Verdicts()
         self.delayed: Block | None = None
@@ -183,9 +181,9 @@ class Gradients:
         for parameter, dtype in zip(known.unmastered, known.dtypes, strict=True):
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(cast_text(called, parameter, dtype))
-        parameters = Parameters(now, self._masters, called)
+        parameters = Parameters(now, self._named)
         half = [each for each in parameters.unmastered if each.dtype in LOW_PRECISION]
-        if half and self._masters.are_used:
+        if half and self._named.masters.are_used:
             raise AmpRuntimeError(
                 f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters where "
                 f"FP32 masters should be ({first_few(half, called, most=3)}): a script has put them "
@@ -585,4 +583,4 @@ class Gradients:
         """Forget the parameters: the optimizer leaves the session."""
         self.parameters.pairs.forget_grads()
         self.deferral = Deferral(self._optimizer)
-        self.parameters = Parameters((), self._masters, self._named.called)
+        self.parameters = Parameters((), self._named)

@@ -12,7 +12,7 @@ from torch import Tensor
 from amp.distributed import groups_of_meshes
 from amp.errors import AmpRuntimeError, first_few, warn
 from amp.kernels.tensor_lists import TensorList, are_plain, local_shards
-from amp.masters.agreement import Called, Pairs, called_by_shape
+from amp.masters.agreement import Pairs, called_by_shape
 from amp.masters.master_weights import MasterWeights
 from amp.names import bare_names
 
@@ -22,8 +22,7 @@ class Parameters:
 
     Args:
         in_groups: a list for each group.
-        masters: the session's.
-        called: returns how to call a parameter in a message.
+        named: knows the session's masters, and how to call a parameter in a message.
 
     Attributes:
         in_groups: the parameters of each group.
@@ -38,14 +37,12 @@ class Parameters:
         process_groups: the process groups whose ranks hold parts or copies of any of `stepped`.
     """
 
-    def __init__(
-        self, in_groups: Sequence[Sequence[Tensor]], masters: MasterWeights, called: Called
-    ) -> None:
+    def __init__(self, in_groups: Sequence[Sequence[Tensor]], named: ParameterNames) -> None:
         self.in_groups = list(map(list, in_groups))
         self.stepped = list(dict.fromkeys(chain.from_iterable(in_groups)))
-        both = [(each, masters.pair(each)) for each in self.stepped]
+        both = [(each, named.masters.pair(each)) for each in self.stepped]
         held = [pair for each, pair in both if pair is not None and pair.master is each]
-        self.pairs = Pairs(held, called)
+        self.pairs = Pairs(held, named.called)
         self.masters, self.models = self.pairs.masters, self.pairs.models
         self.unmastered = [each for each, pair in both if pair is None or pair.master is not each]
         self.of_model = [*self.models, *self.unmastered]
@@ -68,11 +65,14 @@ class ParameterNames:
         optimizer: the optimizer.
         owner: the session. Its `named_parameters` returns the parameters that the models have now, by
             the number of the model and the name in it.
+
+    Attributes:
+        masters: those of the session.
     """
 
     def __init__(self, optimizer: Any, owner: Any) -> None:
         self._optimizer = optimizer
-        self._masters: MasterWeights = owner.masters
+        self.masters: MasterWeights = owner.masters
         self._named_parameters: Callable[[], dict[tuple[int, str], Tensor]] = owner.named_parameters
         self._by_name: dict[tuple[int, str], Tensor] = {}
         self._has_warned_of_forward = False
@@ -91,7 +91,7 @@ class ParameterNames:
     def bare_names_of(self, stepped: Iterable[Tensor]) -> list[str | None]:
         """Return what `keys_of` does, also of masters, as one text each without names of wrappers."""
         bare = bare_names(self._named_parameters())
-        models = [model if (model := self._masters.model(p)) is not None else p for p in stepped]
+        models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
         return [None if key is None else f"{key[0]}.{bare[key]}" for key in self.keys_of(models)]
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:

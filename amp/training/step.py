@@ -156,7 +156,7 @@ class OptimizerStep:
                 misuse.step_has_ended(before)
             forget_casts()  # casts of old weights, if a forward is under way
             if self.verdicts:
-                note_step(self.verdicts, gradients.grads_for_step, attached.named.names_of)
+                note_step(self.verdicts, attached)
             for observer in (*everywhere, *attached.owner.observers):
                 observer.step_ends(attached)
             return result
