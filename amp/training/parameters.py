@@ -49,8 +49,7 @@ class Parameters:
         self.dtypes = [each.dtype for each in self.unmastered]
         self.process_groups = groups_of_meshes(self.stepped)
         self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
-        of_rank = self.unmastered if self.are_plain else local_shards(self.unmastered)
-        self.unmastered_list = TensorList(of_rank)
+        self.unmastered_list = TensorList(local_shards(self.unmastered))
 
     @functools.cached_property
     def ids(self) -> frozenset[int]:
