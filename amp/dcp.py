@@ -96,8 +96,9 @@ def _with_masters_in_the_model(original: Any, model: nn.Module, optimizers: Any,
     with ExitStack() as stack:
         for optimizer in optimizers:
             attached = AttachedOptimizer.of(optimizer)
-            if attached is not None:
-                stack.enter_context(attached.not_in_training())
+            if attached is not None:  # a step that only makes state is no mistake
+                stack.callback(setattr, attached, "misuse", attached.misuse)
+                attached.misuse = None
             if attached is None or attached.gradients.state is State.SETTLED:
                 state_dict._init_optim_state(optimizer)
             else:

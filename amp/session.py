@@ -113,8 +113,7 @@ class Session:
             ]
         self.models: list[weakref.ref[nn.Module]] = []
         self.attached: list[AttachedOptimizer] = []
-        lean = self.properties.master_weights
-        self.masters = MasterWeights(lean if isinstance(lean, str) else None)
+        self.masters = MasterWeights(self.properties.master_weights)
         self.strategies = strategies_for(self.properties)
         in_fp8 = [x for x in self.strategies if isinstance(x, Fp8Linears)]
         self.fp8 = in_fp8[0] if in_fp8 and self.properties.fp8 is not None else None
@@ -126,7 +125,7 @@ class Session:
             or self.fp8
             or any(x.config.check or not x.config.is_identity for x in self.scalers)
         )
-        self.synchronization = Synchronization(self.properties, self.named_parameters)
+        self.synchronization = Synchronization(self)
         self.running_stats = RunningStatistics()
         self.is_rehearsal = False
         self.last_report: Any = None

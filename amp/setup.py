@@ -22,6 +22,7 @@ from amp.masters import averages
 from amp.masters.state_dict_hooks import install_hooks
 from amp.moving_tensors import MovingTensors
 from amp.patching import Patches
+from amp.state_checks import remember
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import hidden_gradients, misuse, synchronization
 from amp.training.attached_optimizer import AttachedOptimizer
@@ -154,7 +155,7 @@ class Setup:
         """Do the rest, which needs the models and the optimizers, and log advice."""
         session, undo = self._session, self._undo
         for one in self._attached:
-            undo.if_it_fails.append(one.remember_state())
+            undo.if_it_fails.append(remember(one.optimizer.state.values()))
             one.recast_state(session.properties.state_dtype)
             one.note_parameters()
         self._advise()

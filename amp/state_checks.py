@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, NoReturn
 
@@ -263,25 +263,30 @@ def as_dict(value: Any, expected: str) -> dict[Any, Any]:
         ) from error
 
 
+def remember(mappings: Iterable[Any]) -> Callable[[], None]:
+    """Return a function that restores the entries that dicts have now; other objects are left out."""
+    before = [(mapping, dict(mapping)) for mapping in mappings if isinstance(mapping, dict)]
+
+    def take_back() -> None:
+        for mapping, entries in before:
+            mapping.clear()
+            mapping.update(entries)
+
+    return take_back
+
+
 @contextmanager
 def all_or_nothing(optimizer: Any) -> Iterator[None]:
     """Restore an optimizer's attributes, groups and state if loading fails inside the block."""
-    attributes = dict(vars(optimizer))
-    groups = [(group, dict(group), list(group["params"])) for group in optimizer.param_groups]
-    entries_of = [*attributes.values(), optimizer.state, *optimizer.state.values()]
-    state = [(entry, dict(entry)) for entry in entries_of if isinstance(entry, dict)]
+    own, groups, state = vars(optimizer), optimizer.param_groups, optimizer.state
+    take_back = remember([own, *own.values(), *groups, state, *state.values()])
+    params = [(group["params"], list(group["params"])) for group in groups]
     try:
         yield
     except BaseException as error:
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-        for group, entries, params in groups:
-            group.clear()
-            group.update(entries)
-            group["params"][:] = params
-        for mapping, entries in state:
-            mapping.clear()
-            mapping.update(entries)
+        take_back()
+        for held, before in params:
+            held[:] = before
         if isinstance(error, AmpError) or not isinstance(error, Exception) or is_out_of_memory(error):
             raise
         raise AmpValueError(

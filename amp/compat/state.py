@@ -19,7 +19,6 @@ from amp.profiles.properties import Properties
 from amp.training import scaler
 from amp.training.attached_optimizer import AttachedOptimizer
 from amp.training.blocks import Block
-from amp.training.gradients import OpenBlock
 
 __all__ = ["LossScaler", "_amp_state", "scale_check_overflow_python"]
 
@@ -371,7 +370,7 @@ class Stash(MasterGroups):
         self._block = None
         attached.owner.running_stats.repair()
 
-    def _delay(self, ours: scaler.LossScaler) -> OpenBlock:
+    def _delay(self, ours: scaler.LossScaler) -> Block:
         """Leave the gradients scaled, in a block of the script or of `delay_unscale`; return the block.
 
         A block of the script gets the scaler by whose scale the script has multiplied its loss.

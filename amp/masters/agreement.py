@@ -21,7 +21,6 @@ copied. The host does not wait.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import compress
 from typing import Any
@@ -41,7 +40,8 @@ from amp.masters import lean
 from amp.masters.pair import Pair, untraced
 from amp.torch_versions import HAS_GRAD_DTYPE
 
-_grad = operator.attrgetter("grad")
+Called = Callable[[Tensor], str]
+"""Returns how to call a parameter in a message."""
 
 
 def called_by_shape(parameter: Tensor) -> str:
@@ -64,9 +64,7 @@ class Pairs:
         master_list, model_list: the same as `TensorList`s, of local shards; `now` makes them current.
     """
 
-    def __init__(
-        self, pairs: Iterable[Pair], called: Callable[[Tensor], str] = called_by_shape
-    ) -> None:
+    def __init__(self, pairs: Iterable[Pair], called: Called = called_by_shape) -> None:
         self.pairs = list(pairs)
         self.masters: list[Any] = [pair.master for pair in self.pairs]
         self.models: list[Tensor] = [pair.parameter for pair in self.pairs]
@@ -201,9 +199,8 @@ class Pairs:
         return both if self.are_plain else list(map(local_shards, both))
 
     def _values(self) -> list[Tensor]:
-        """Return what holds the values of masters; of DTensors the shards."""
-        are_whole = self.are_whole
-        holders = self.masters if are_whole else host_lists.lists.read_slot(self.pairs, "holder")
+        """Return what holds the values of masters, whole ones themselves; of DTensors the shards."""
+        holders = host_lists.lists.read_slot(self.pairs, "holder")
         return holders if self.are_plain else local_shards(holders)
 
     def merge(self) -> None:
@@ -275,17 +272,13 @@ class Pairs:
 
     # Gradients.
 
-    def hide(self) -> None:
-        """Leave the gradients to the masters alone, so that a backward may make new ones."""
-        host_lists.lists.clear_grads(self.models)
-
     def show(self, shown: list[Tensor] | None = None) -> None:
         """Give parameters the gradients of their masters, and note them.
 
         Args:
             shown: the gradients of all masters, if the caller knows them.
         """
-        grads = list(map(_grad, self.masters)) if shown is None else shown
+        grads = grads_of(self.masters) if shown is None else shown
         host_lists.lists.write_slot(self.pairs, "grad", grads)
         if not HAS_GRAD_DTYPE:
             return
@@ -356,7 +349,7 @@ def _where_to_write(pair: Pair) -> Tensor:
     return pair.parameter if has_trace else untraced(pair.parameter)
 
 
-def cast_text(called: Callable[[Tensor], str], parameter: Tensor, dtype: torch.dtype) -> str:
+def cast_text(called: Called, parameter: Tensor, dtype: torch.dtype) -> str:
     """Return the message about a parameter that was cast after `initialize`."""
     return (
         f"{called(parameter)} is {parameter.dtype} and was {dtype} at "

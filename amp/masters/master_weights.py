@@ -38,9 +38,11 @@ class MasterWeights:
     A copy or a pickle of this object has no masters.
 
     Args:
-        kind: the encoding of lean masters (`amp.masters.lean`); None keeps whole ones, in FP32.
+        kind: the profile's `master_weights`: the encoding of lean masters (`amp.masters.lean`); True
+            keeps whole ones, in FP32, and False or None makes none.
 
     Attributes:
+        are_used: whether 16-bit parameters get masters.
         are_whole: whether masters hold FP32 values at all times.
         memory: gives parameters memory in the dtype from before the cast.
         lock: held by a step, in which masters and weights differ, and by code that compares the two,
@@ -49,8 +51,10 @@ class MasterWeights:
             weights. A signal handler may save the model meanwhile.
     """
 
-    def __init__(self, kind: LeanMasters | None = None) -> None:
-        self._kind, self.are_whole = kind, kind is None
+    def __init__(self, kind: LeanMasters | bool | None = None) -> None:
+        self.are_used = bool(kind)
+        self._kind = kind if isinstance(kind, str) else None
+        self.are_whole = self._kind is None
         self.memory = CastMemory()
         self.lock = threading.RLock()
         self.are_ahead = False
@@ -133,8 +137,8 @@ class MasterWeights:
                 # will then be equal in every bit; masters made of each rank's own FP32 weights would
                 # differ.
                 data = data.to(parameter.dtype)
-            is_whole = self._kind is None  # halves are only made of the values
-            master = Master(data.to(torch.float32, copy=is_whole), parameter.requires_grad)
+            # Halves are only made of the values.
+            master = Master(data.to(torch.float32, copy=self.are_whole), parameter.requires_grad)
             if HAS_GRAD_DTYPE:
                 parameter.grad, parameter.grad_dtype = None, None  # it may have its master's gradient
             if grad is not None:

@@ -37,7 +37,7 @@ class Master(nn.Parameter):
     @property
     def data(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The values, as an alias whose writes raise no version."""
-        pair = getattr(self, "_pair", _no_pair)()
+        pair = getattr(self, "_pair", lambda: None)()
         if pair is not None and not torch.compiler.is_compiling():
             pair.note_given()
         return _DATA.__get__(self)
@@ -55,10 +55,6 @@ class Master(nn.Parameter):
         if id(self) not in memo:
             memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
         return memo[id(self)]
-
-
-def _no_pair() -> None:
-    return None
 
 
 def register_master() -> None:

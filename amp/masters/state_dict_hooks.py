@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ class _InFloat32:
     Copied hooks have no masters: the copied module saves its own values.
     """
 
-    def __init__(self, masters: MasterWeights, module: Callable[[], nn.Module | None]) -> None:
-        self._masters, self._module = masters, module
+    def __init__(self, masters: MasterWeights | None = None, module: Any = lambda: None) -> None:
+        self._masters, self._module = masters or MasterWeights(), module
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any
@@ -85,14 +85,10 @@ class _InFloat32:
         module = self._module()
         for name, tensor in () if module is None else own_tensors(module):
             _widen_copy(module, name, tensor, memo)
-        return _of_a_copy()
+        return _InFloat32()
 
-    def __reduce__(self) -> tuple[Callable[[], _InFloat32], tuple[()]]:
-        return _of_a_copy, ()
-
-
-def _of_a_copy() -> _InFloat32:
-    return _InFloat32(MasterWeights(), lambda: None)
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _InFloat32, ()
 
 
 def _widen_copy(module: Any, name: str, tensor: Tensor, memo: dict[int, Any]) -> None:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
 from amp.kernels import host_lists
 from amp.kernels.rule import Origin, Origins
-from amp.kernels.tensor_lists import Layout, TensorList, are_plain, local_shards
+from amp.kernels.tensor_lists import Layout, TensorList, local_shards
 from amp.names import bare_names
 
 
@@ -63,10 +63,8 @@ class Batch:
         if self.positions is None:
             stepped: list[Any] = self.stepped
             own = place_gradients(stepped) if self.cut.groups else [each.grad for each in stepped]
-            if not are_plain(own) or not are_plain(stepped):
-                stepped, own = local_shards(stepped), local_shards(own)
-            params = TensorList(stepped, before=self.layouts.get("params"))
-            return {"params": params, "grads": TensorList(own, like=params)}
+            params = TensorList(local_shards(stepped), before=self.layouts.get("params"))
+            return {"params": params, "grads": TensorList(local_shards(own), like=params)}
         of, grads = inputs.deferred.of, inputs.deferred.grads
         masters, models = of.master_list, of.model_list
         if not self.has_all:

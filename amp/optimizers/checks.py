@@ -12,12 +12,12 @@ from torch import Tensor
 from amp.dtypes import SCALABLE
 from amp.errors import AmpRuntimeError, AmpTypeError, AmpValueError, brief, shape_of
 from amp.kernels.tensor_lists import has_no_memory, local
-from amp.optimizers.interface import Fused
 from amp.optimizers.state_dicts import PACKED
 from amp.state_checks import as_float
 
 if TYPE_CHECKING:
     from amp.optimizers.batches import Batch
+    from amp.optimizers.fused import FusedOptimizer
 
 
 def check_range(name: str, value: Any, low: float = 0.0, below: float = math.inf) -> None:
@@ -52,7 +52,7 @@ def check_betas(betas: Any) -> None:
         check_range(name, beta, below=1.0)
 
 
-def unusable_entry(optimizer: Fused, parameter: Tensor) -> str | None:
+def unusable_entry(optimizer: FusedOptimizer, parameter: Tensor) -> str | None:
     """Return the name of an entry of a parameter's state that no step could have made, or None."""
     state, moments = optimizer.state.get(parameter, {}), (*optimizer._moments(), PACKED)
     for name in (*moments, "step", *optimizer._scalars):
@@ -72,7 +72,7 @@ def _is_usable(value: Any, parameter: Tensor, is_moment: bool) -> bool:
     return is_dense and has_values and has_size and not own.is_complex()
 
 
-def check_entries(optimizer: Fused, index: int, place: int) -> None:
+def check_entries(optimizer: FusedOptimizer, index: int, place: int) -> None:
     """Raise AmpValueError if no step could have made the state of a group's parameter."""
     group = optimizer.param_groups[index]
     parameter = group["params"][place]
@@ -91,14 +91,12 @@ def check_entries(optimizer: Fused, index: int, place: int) -> None:
 
 def _called(group: Mapping[str, Any], index: int, place: int) -> str:
     """Return how to call a parameter of a group in a message."""
-    called = (
-        f"param_groups[{index}]['params'][{place}], of shape {tuple(group['params'][place].shape)},"
-    )
-    names = group.get("param_names")
+    shape, names = tuple(group["params"][place].shape), group.get("param_names")
+    called = f"param_groups[{index}]['params'][{place}], of shape {shape},"
     return f"'{names[place]}', {called}" if names else called
 
 
-def check_batch(optimizer: Fused, batch: Batch, lists: Mapping[str, Sequence[Tensor]]) -> None:
+def check_batch(optimizer: FusedOptimizer, batch: Batch, lists: Mapping[str, Sequence[Tensor]]) -> None:
     """Raise if a step cannot take a gradient, or the state. Nothing has been stepped then.
 
     Args:
@@ -128,7 +126,7 @@ _MEANINGS = {
 
 
 def _check_tensors(
-    optimizer: Fused, parameter: Tensor, called: str, tensors: Mapping[str, Tensor]
+    optimizer: FusedOptimizer, parameter: Tensor, called: str, tensors: Mapping[str, Tensor]
 ) -> None:
     """Raise if a step cannot take the tensors of a parameter."""
     kind, grad = type(optimizer).__name__, tensors["grads"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.optimizers.batches import Batch, layouts_of
 from amp.optimizers.checks import check_batch
-from amp.optimizers.interface import Fused
 from amp.training.step_inputs import StepInputs
+
+if TYPE_CHECKING:
+    from amp.optimizers.fused import FusedOptimizer
 
 
 class Ready(NamedTuple):
@@ -35,7 +37,7 @@ class Ready(NamedTuple):
     inv_scale: Tensor | None
 
 
-def step_batches(optimizer: Fused, batches: Sequence[Batch], inputs: StepInputs) -> None:
+def step_batches(optimizer: FusedOptimizer, batches: Sequence[Batch], inputs: StepInputs) -> None:
     """Step the parameters of all batches, or raise an AmpError before any of them.
 
     An interrupt leaves all of them stepped, or none.
@@ -49,7 +51,7 @@ def step_batches(optimizer: Fused, batches: Sequence[Batch], inputs: StepInputs)
 
 
 def _look_at(
-    optimizer: Fused, batch: Batch, inputs: StepInputs, entries: Sequence[Mapping[str, Any]]
+    optimizer: FusedOptimizer, batch: Batch, inputs: StepInputs, entries: Sequence[Mapping[str, Any]]
 ) -> Ready:
     """Return the tensors of a batch, which are checked if they are of another kind than before."""
     lists = batch.tensors(inputs)
@@ -96,7 +98,7 @@ def _clip_factor(max_norm: float | None, ready: Sequence[Ready], inputs: StepInp
     return kernels.l2norm.clip_factor(torch.linalg.vector_norm(together).reshape(1), max_norm)  # type: ignore[no-any-return]
 
 
-def _plan(optimizer: Fused, one: Ready, clip: Tensor | None, inputs: StepInputs) -> None:
+def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: StepInputs) -> None:
     """Plan the step of a batch."""
     batch, found_inf, changes = one.batch, inputs.found_inf, inputs.changes
     group = optimizer.param_groups[batch.index]
@@ -133,7 +135,7 @@ def _plan(optimizer: Fused, one: Ready, clip: Tensor | None, inputs: StepInputs)
         changes.add(functools.partial(torch._foreach_copy_, empty, list(after.unbind())))
 
 
-def _make_state(optimizer: Fused, one: Ready) -> list[list[Tensor]]:
+def _make_state(optimizer: FusedOptimizer, one: Ready) -> list[list[Tensor]]:
     """Make missing state, and return the moments and the step counts.
 
     The step counts of a loaded state move to the device.

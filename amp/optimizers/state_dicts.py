@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,13 +15,15 @@ from amp.errors import AmpValueError, brief, first_few
 from amp.kernels.interrupts import at_once
 from amp.kernels.tensor_lists import local, slices
 from amp.lazy import kernels
-from amp.optimizers.interface import Fused
 from amp.profiles.properties import STATE_DTYPES
 from amp.state_checks import LARGEST_COUNT, StateChecks
 from amp.training.optimizer_states import check_settings, structure_of
 
+if TYPE_CHECKING:
+    from amp.optimizers.fused import FusedOptimizer
 
-def as_own_state(optimizer: Fused, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+
+def as_own_state(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checked state dict, with the names and groups of a fused optimizer, and its moments.
 
     Those of an optimizer that packs moments are packed. The host waits once for each device.
@@ -59,7 +61,9 @@ def as_own_state(optimizer: Fused, state_dict: Mapping[str, Any]) -> dict[str, A
     return own
 
 
-def _check_group(checks: StateChecks, optimizer: Fused, group: dict[str, Any], path: str) -> None:
+def _check_group(
+    checks: StateChecks, optimizer: FusedOptimizer, group: dict[str, Any], path: str
+) -> None:
     """Check the settings of a saved group, one by one and then together."""
     check_settings(checks, group, path, optimizer.defaults, optimizer.defaults)
     for name in optimizer._ranges:
@@ -76,7 +80,7 @@ def _check_group(checks: StateChecks, optimizer: Fused, group: dict[str, Any], p
 
 
 def _check_entry(
-    checks: StateChecks, optimizer: Fused, entry: dict[str, Any], path: str, parameter: Tensor
+    checks: StateChecks, optimizer: FusedOptimizer, entry: dict[str, Any], path: str, parameter: Tensor
 ) -> None:
     """Check the saved state of a parameter; replace its tensors by copies, but for those to pack."""
     moments, is_packed = optimizer._moments(), optimizer.kept_dtype is torch.int16
@@ -134,7 +138,7 @@ def _replace(entry: dict[str, Any], old: Iterable[str], new: dict[str, Any]) -> 
     at_once(functools.partial(entry.update, new), *(functools.partial(entry.pop, x) for x in old))
 
 
-def _require(optimizer: Fused, what: str, names: Iterable[str], found: Iterable[str]) -> None:
+def _require(optimizer: FusedOptimizer, what: str, names: Iterable[str], found: Iterable[str]) -> None:
     if missing := set(names).difference(found):
         raise AmpValueError(
             f"{what} in the state dict has no {', '.join(sorted(missing))}, only "

@@ -10,8 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch._compile import _disable_dynamo
 
 from amp.dtypes import CASTABLE, LOW_PRECISION
 from amp.errors import AmpError, AmpValueError, is_out_of_memory
-from amp.kernels.host_lists import store_grads
+from amp.kernels import host_lists
 from amp.kernels.interrupts import at_once
 from amp.masters.master_weights import MasterWeights
 from amp.masters.shared_state import SharedState
@@ -62,16 +61,13 @@ class AttachedOptimizer:
         self.optimizer = optimizer
         self.owner = owner
         self.masters: MasterWeights = owner.masters
-        self._use_masters = bool(owner.properties.master_weights)
         self.has_half = owner.properties.has_half
         self._patches = Patches()
         self._is_attached = False
         self._released: dict[Tensor, Tensor] = {}
-        self.named = ParameterNames(optimizer, owner.named_parameters)
+        self.named = ParameterNames(optimizer, owner)
         self._own_state_dtype: StateDtype | None = getattr(optimizer, "state_dtype", None)
-        self.gradients = Gradients(
-            optimizer, self.masters, self.named, owner.synchronization, self._use_masters
-        )
+        self.gradients = Gradients(optimizer, owner, self.named)
         self.may_be_plain = owner.is_plain and not self.gradients.capabilities.needs_inputs
         self.step = OptimizerStep(self)
         self.misuse: Misuse | None = Misuse(self)
@@ -119,7 +115,7 @@ class AttachedOptimizer:
             else:  # its own methods call those of the optimizer
                 methods = {x: of_all[x] for x in of_all if inherits(holder, x)}
                 own = ["step", *own_methods(holder)]
-            methods |= dict.fromkeys(own if self._use_masters else (), self._run_own_method)
+            methods |= dict.fromkeys(own if self.masters.are_used else (), self._run_own_method)
             for name, method in methods.items():
                 wrap = functools.partial(_bound_wrapper, self, holder, method)
                 self._patches.wrap(holder, name, wrap)
@@ -147,20 +143,6 @@ class AttachedOptimizer:
             parameters.pairs.merge()
         return parameters
 
-    @contextmanager
-    def not_in_training(self) -> Iterator[None]:
-        """Do not look for mistakes in a step that only makes the optimizer's state."""
-        misuse, self.misuse = self.misuse, None
-        try:
-            yield
-        finally:
-            self.misuse = misuse
-
-    def names_of(self, stepped: Sequence[Tensor]) -> list[str | None]:
-        """Return the bare names of parameters or masters in their models, None for unknown ones."""
-        models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
-        return self.named.bare_names_of(models)
-
     def detach(self) -> None:
         """Restore the optimizer's methods and parameters. Idempotent, also after an interrupt."""
         if not self._is_attached:
@@ -174,8 +156,7 @@ class AttachedOptimizer:
         self._patches.undo()
         forget_inputs(self.optimizer)
         stepped = [each for group in self.optimizer.param_groups for each in group["params"]]
-        models = [(each, self.masters.model(each)) for each in stepped]
-        self._released |= {master: model for master, model in models if model is not None}
+        self._released |= {x: model for x in stepped if (model := self.masters.model(x)) is not None}
         self._give_state_back()
         self._rekey_state(self._released)
         for group in self.optimizer.param_groups:
@@ -211,18 +192,6 @@ class AttachedOptimizer:
         """Note which parameters of the session's models this optimizer is to train."""
         self.named.note_names(self.gradients.reconcile().of_model)
 
-    def remember_state(self) -> Callable[[], None]:
-        """Return a function that restores the tensors that each parameter's state has now."""
-        of_parameters = [x for x in self.optimizer.state.values() if isinstance(x, dict)]
-        before = [(entries, dict(entries)) for entries in of_parameters]
-
-        def take_back() -> None:
-            for entries, own in before:
-                entries.clear()
-                entries.update(own)
-
-        return take_back
-
     def recast_state(self, state_dtype: StateDtype | None = None) -> None:
         """Cast each parameter's state, except counters, to the parameter's dtype.
 
@@ -236,9 +205,9 @@ class AttachedOptimizer:
             if not isinstance(parameter, Tensor) or not isinstance(entries, dict):
                 continue  # some optimizers keep their own things there
             for key, value in entries.items():
-                if not isinstance(value, Tensor) or key == "step" or value.dtype not in CASTABLE:
-                    continue
-                if value.dim() or not parameter.dim():  # a number for a whole tensor keeps its dtype
+                is_moment = isinstance(value, Tensor) and key != "step" and value.dtype in CASTABLE
+                if is_moment and (value.dim() or not parameter.dim()):
+                    # A number for a whole tensor keeps its dtype.
                     entries[key] = value.to(parameter.dtype)
 
     def _adopt(self, group: dict[str, Any], before: Mapping[Tensor, Contents]) -> None:
@@ -246,7 +215,7 @@ class AttachedOptimizer:
         params = group["params"]
         master_of: dict[Tensor, Tensor] = {}
         for i, parameter in enumerate(params):
-            if self._use_masters and parameter.dtype in LOW_PRECISION:
+            if self.masters.are_used and parameter.dtype in LOW_PRECISION:
                 params[i] = master_of[parameter] = self.masters.acquire(parameter, before, self).master
         self._rekey_state(master_of)
 
@@ -267,9 +236,7 @@ class AttachedOptimizer:
         shared = {id(state.replaced): state for state in known}
         for holder in holders if self.has_half else ():
             if type(state := holder.state) in (dict, defaultdict):
-                if id(state) not in shared:
-                    shared[id(state)] = SharedState(state, self.masters)
-                holder.state = shared[id(state)]
+                holder.state = shared.setdefault(id(state), SharedState(state, self.masters))
         for state in shared.values():
             state.replaced.clear()  # it would keep entries that are removed from the other
 
@@ -311,7 +278,7 @@ class AttachedOptimizer:
             return zero_grad(*args, **kwargs)
         if given := [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]:
             found = [self.masters.master(parameter) for parameter in given]  # in the backward
-            store_grads([*given, *(master for master in found if master is not None)])
+            host_lists.lists.clear_grads([*given, *(master for master in found if master is not None)])
             return zero_grad(*args, **kwargs)
         if self.misuse is not None:
             self.misuse.of_others = []
@@ -323,9 +290,8 @@ class AttachedOptimizer:
         self.gradients.zero_grad(None)
         if getattr(zero_grad, "__func__", None) is not torch.optim.Optimizer.zero_grad:
             return zero_grad(*args, **kwargs)
-        for parameter in self.gradients.parameters.unmastered:  # all that is left for it to do
-            parameter.grad = None
-        return None
+        # All that is left for it to do.
+        return host_lists.lists.clear_grads(self.gradients.parameters.unmastered)
 
 
 def keeps_moments(optimizer: Any) -> bool:

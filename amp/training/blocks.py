@@ -84,17 +84,16 @@ class Block:
         if any([gradients.open_block is not None for gradients in self._gradients]):  # noqa: C419
             raise AmpRuntimeError(_INSIDE_ANOTHER)
         try:
-            for each in attached:
-                each.gradients.regroup()
-                each.gradients.open_block = self
+            for gradients in self._gradients:
+                gradients.regroup()
+                gradients.open_block = self
             try:
                 yield loss.float() if loss.dtype in LOW_PRECISION else loss
             except RuntimeError as error:
                 _explain(error, loss, self._gradients)
                 raise
             if watch is not None:
-                of_all = [each.gradients for each in attached]
-                self.with_gradients = [each for each in of_all if each.are_there()]
+                self.with_gradients = [each for each in self._gradients if each.are_there()]
                 watch.block_is_left(is_complete=True)
             self.is_over = True
         finally:

@@ -22,6 +22,9 @@ from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training.gradients import Gradients, State
 from amp.undo import Undo
 
+Original = Callable[..., Any]
+"""A function that is patched, as it was before."""
+
 
 def _attached_of(parameters: Iterable[Tensor]) -> list[Any]:
     """Return the `AttachedOptimizer`s in open sessions that have one of the parameters.
@@ -65,7 +68,7 @@ def patch_clipping(undo: Undo, has_masters: bool) -> None:
     show()
 
 
-def _clip(name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+def _clip(name: str, original: Original, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Clip the gradients of masters instead of parameters that have one."""
     return original(_stepped_for(parameters, name) or parameters, *args, **kwargs)
 
@@ -116,9 +119,7 @@ def _are_in_masters(gradients: Gradients) -> bool:
     return not gradients.were_stepped and have_grads(gradients.parameters.masters)
 
 
-def _total_norm(
-    name: str, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _total_norm(name: str, original: Original, tensors: Any, *args: Any, **kwargs: Any) -> Any:
     """Warn if gradients are scaled, or lack those of masters, and return their norm."""
     given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     ids = set(map(id, given))
@@ -142,9 +143,7 @@ def _total_norm(
     return original(given, *args, **kwargs)
 
 
-def clip_by_weights(
-    name: str, original: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any
-) -> Any:
+def clip_by_weights(name: str, original: Original, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Do `_clip` for a function that reads weights too; masters have FP32 values meanwhile.
 
     Args:
@@ -162,7 +161,7 @@ def clip_by_weights(
         return original(stepped, *args, **kwargs)
 
 
-def _norms(name: str, original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+def _norms(name: str, original: Original, module: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the norm of each gradient of a module, by the parameter's name."""
     named = dict(module.named_parameters())
     of_stepped = partial(zip, named, _stepped_for(named.values(), name), strict=True)

@@ -190,14 +190,24 @@ class Deferral:
     def defer(self, new: NewGradients, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
         """Check the gradients of a block, add those of earlier ones, and keep all for the step.
 
-        If they are to be clipped, the check finds their norms. No host sync.
+        Sums are unscaled, and the check is of them. If gradients are to be clipped, it finds their
+        norms. No host sync.
+
+        Args:
+            new: the gradients, which `takes` has taken.
+            inv_scale: float32 `[1]`, what to multiply them by; None is 1.
+            found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
         """
-        of, grads, norms = new.pairs, new.of_masters.grads, None
+        of, norms = new.pairs, None
+        _, grads, _, bad_steps = new.of_masters
         if not grads:
             return
-        if self.deferred is not None:
-            earlier = self.deferred.grads.now(), self.deferred.inv_scale
-            grads, inv_scale = new.of_masters.plus(inv_scale, *earlier, found_inf), None
+        if (earlier := self.deferred) is not None:
+            a, b = [1.0 if factor is None else factor for factor in (inv_scale, earlier.inv_scale)]
+            made = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
+            sums = TensorList(made, like=grads, dtype=torch.float32)
+            kernels.axpby.axpby(a, grads, b, earlier.grads.now(), sums, found_inf, bad_steps=bad_steps)
+            grads, inv_scale = sums, None
             store_grads(of.masters)  # what is shown may be used again if nothing refers to it
             of.forget_grads()
             self.forget()
@@ -206,7 +216,7 @@ class Deferral:
             max_norm = getattr(self._optimizer, "max_grad_norm", None) if of.are_plain else None
             if found_inf is not None:
                 factor = torch.ones_like(found_inf) if inv_scale is None else inv_scale
-                found: Any = {"found_inf": found_inf, "bad_steps": new.of_masters.bad_steps}
+                found: Any = {"found_inf": found_inf, "bad_steps": bad_steps}
                 if max_norm is None:
                     kernels.unscale.check(grads, factor, **found)
                 else:

@@ -49,7 +49,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -63,29 +63,18 @@ from amp.kernels.interrupts import Change
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
 from amp.masters.agreement import cast_text
-from amp.masters.master_weights import MasterWeights
 from amp.torch_versions import HAS_GRAD_DTYPE
 from amp.training import unscaling
 from amp.training.deferred_gradients import Deferral
 from amp.training.hidden_gradients import begin_compiling, register_with_dynamo
 from amp.training.parameters import ParameterNames, Parameters
-from amp.training.scaler import LossScaler, ScaleSnapshot
+from amp.training.scaler import ScaleSnapshot
 from amp.training.synchronization import Synchronization
 from amp.training.unscaling import NewGradients
 from amp.training.verdicts import Capabilities, Verdict, Verdicts
 
-_grad = operator.attrgetter("grad")
-
-
-class OpenBlock(Protocol):
-    """A block, as far as its gradients know it."""
-
-    scaler: LossScaler
-    scale: ScaleSnapshot
-
-    def finish(self, update: bool = True) -> None:
-        """Unscale what was left scaled."""
-        ...
+if TYPE_CHECKING:
+    from amp.training.blocks import Block
 
 
 class State(enum.Enum):
@@ -100,6 +89,11 @@ class State(enum.Enum):
 class Gradients:
     """The gradients of one optimizer.
 
+    Args:
+        optimizer: the one that steps.
+        owner: the session.
+        named: knows the model's parameters by name.
+
     Attributes:
         capabilities: what the optimizer declares.
         parameters: what the optimizer's groups held at the last look.
@@ -111,28 +105,21 @@ class Gradients:
         were_stepped: whether a step has used the gradients, and no block was entered since.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        masters: MasterWeights,
-        named: ParameterNames,
-        synchronization: Synchronization,
-        uses_masters: bool,
-    ) -> None:
-        self._optimizer, self._masters, self._named = optimizer, masters, named
-        self._uses_masters = uses_masters
-        self.capabilities, self._synchronization = Capabilities(optimizer), synchronization
-        self.parameters = Parameters((), masters, named.called)
+    def __init__(self, optimizer: Any, owner: Any, named: ParameterNames) -> None:
+        self._optimizer, self._named = optimizer, named
+        self._synchronization: Synchronization = owner.synchronization
+        self.capabilities = Capabilities(optimizer)
+        self.parameters = Parameters((), named)
         self.deferral = Deferral(optimizer)
         self.verdicts = Verdicts()
-        self.delayed: OpenBlock | None = None
+        self.delayed: Block | None = None
         self.were_reduced = True
         self.were_stepped = False
         self._are_hidden = False
         """Whether masters alone have their gradients, so that a backward may make new ones."""
         self._has_looked = False
         """Whether a forward has looked at the masters since the last step."""
-        self.open_block: OpenBlock | None = None
+        self.open_block: Block | None = None
         self._aside: dict[Tensor, Tensor] = {}
 
     @property
@@ -194,9 +181,9 @@ class Gradients:
         for parameter, dtype in zip(known.unmastered, known.dtypes, strict=True):
             if parameter.dtype is not dtype:
                 raise AmpRuntimeError(cast_text(called, parameter, dtype))
-        parameters = Parameters(now, self._masters, called)
+        parameters = Parameters(now, self._named)
         half = [each for each in parameters.unmastered if each.dtype in LOW_PRECISION]
-        if half and self._uses_masters:
+        if half and self._named.masters.are_used:
             raise AmpRuntimeError(
                 f"the param_groups of this {type(optimizer).__name__} hold 16-bit parameters where "
                 f"FP32 masters should be ({first_few(half, called, most=3)}): a script has put them "
@@ -249,7 +236,7 @@ class Gradients:
         pairs.follow_grads()
         self.deferral.unscale_if_changed(pairs)
         self._are_hidden = True
-        pairs.hide()
+        host_lists.lists.clear_grads(pairs.models)
         return True
 
     def show(self) -> None:
@@ -278,7 +265,7 @@ class Gradients:
         if is_checked and not (self.are_there() or have_grads(parameters.models)):
             self.verdicts.clear()  # the script has cleared the gradients that they are about
 
-    def enter(self, block: OpenBlock) -> None:
+    def enter(self, block: Block) -> None:
         """Make room for the gradients of a block. Any state but OPEN becomes OPEN."""
         if self.delayed is not None:
             self.open_block = block
@@ -289,13 +276,12 @@ class Gradients:
             aside = {p: grad.clone() if grad._is_view() else grad for p, grad in there}
         # From here on the block can be left, so an interrupt finds it open or not entered.
         self._aside, self.open_block = aside, block
-        for parameter in aside:
-            parameter.grad = None
+        host_lists.lists.clear_grads(list(aside))
         if self.parameters.masters:
             self._are_hidden = True
-            self.parameters.pairs.hide()
+            host_lists.lists.clear_grads(self.parameters.models)
 
-    def abort(self, block: OpenBlock) -> None:
+    def abort(self, block: Block) -> None:
         """Leave a block that raised, if it was entered. Idempotent.
 
         Its gradients are dropped, and those that were set aside come back. If backward has added them
@@ -320,7 +306,7 @@ class Gradients:
         is_alone = not self._synchronization.wrappers
         return is_alone or self._synchronization.are_reduced(self.parameters.of_model)
 
-    def delay(self, block: OpenBlock) -> Change:
+    def delay(self, block: Block) -> Change:
         """Return the change that leaves a block and its gradients: OPEN becomes DELAYED."""
         delayed = {"delayed": self.delayed or block, "were_reduced": self.are_reduced()}
         return functools.partial(vars(self).update, open_block=None, _are_hidden=True, **delayed)
@@ -487,12 +473,11 @@ class Gradients:
 
     def grads_for_step(self) -> list[tuple[Tensor, Tensor]]:
         """Return the model's parameters that have a gradient for the step, with it, scaled or not."""
-        kept, parameters = self.deferral.kept, self.parameters
-        models = parameters.models if kept is None else kept.of.models
-        grads = grads_of(parameters.masters) if kept is None else kept.grads
-        of_models = zip(models, grads, strict=True)
-        own = zip(parameters.unmastered, grads_of(parameters.unmastered), strict=True)
-        return [(each, grad) for each, grad in (*of_models, *own) if grad is not None]
+        kept, own = self.deferral.kept, self.parameters.unmastered
+        pairs = self.parameters.pairs if kept is None else kept.of
+        grads = grads_of(pairs.masters) if kept is None else kept.grads
+        both = zip((*pairs.models, *own), (*grads, *grads_of(own)), strict=True)
+        return [(each, grad) for each, grad in both if grad is not None]
 
     def end_step(self, verdicts: Sequence[Verdict]) -> None:
         """Note that a step has used the masters' gradients. Idempotent.
@@ -538,8 +523,7 @@ class Gradients:
         self._drop(is_to_none=False)
         result = write_zeros()
         if self.open_block is not None:
-            for pair in pairs.pairs:
-                pair.grad = pair.master.grad
+            host_lists.lists.write_slot(pairs.pairs, "grad", grads_of(pairs.masters))
             return result
         for pair in pairs.pairs:
             if pair.master.grad is None and (grad := pair.parameter.grad) is not None:
@@ -599,4 +583,4 @@ class Gradients:
         """Forget the parameters: the optimizer leaves the session."""
         self.parameters.pairs.forget_grads()
         self.deferral = Deferral(self._optimizer)
-        self.parameters = Parameters((), self._masters, self._named.called)
+        self.parameters = Parameters((), self._named)

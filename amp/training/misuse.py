@@ -52,15 +52,11 @@ class Misuse:
         self._to_compare = 0 if has_stepped else 2
         """How many more steps may change no master."""
         self._has_named_grad_scaler = has_stepped
-        self._scales_read: set[float] = set()
+        self.scales_read: set[float] = set()
+        """The loss scales that the script knows, so that it may use them by itself."""
         self._blocks = 0
         self._unscaled: tuple[Tensor, Tensor] | None = None
         """A parameter or master, and its gradient as a block has left it, if a scale was read."""
-
-    @property
-    def has_read_a_scale(self) -> bool:
-        """Whether the script knows the loss scale, so that it may use it by itself."""
-        return bool(self._scales_read)
 
     @property
     def is_over(self) -> bool:
@@ -97,7 +93,7 @@ class Misuse:
     def scale_is_read(self, scale: float) -> None:
         """Note that the script has read a scale, and waited for it: it may divide gradients by it."""
         if scale != 1.0 and not self.has_stepped:
-            self._scales_read.add(scale)
+            self.scales_read.add(scale)
             if self.was_in_block and self._unscaled is None:
                 self.block_is_left()
                 self._blocks -= 1
@@ -106,7 +102,7 @@ class Misuse:
         """Copy a gradient that a block has unscaled, if the script has read a scale. No host sync."""
         gradients = self.attached.gradients
         self._blocks += 1
-        if not self._scales_read or gradients.state in (State.OPEN, State.DELAYED):
+        if not self.scales_read or gradients.state in (State.OPEN, State.DELAYED):
             return
         stepped = gradients.parameters.stepped
         grads = ((p, grad) for p in stepped if (grad := p.grad) is not None and not grad.is_sparse)
@@ -120,7 +116,7 @@ class Misuse:
         self._unscaled, grad = None, parameter.grad
         if grad is None or grad.shape != before.shape or torch.equal(grad, before):
             return
-        scales = self._scales_read - {float(self._blocks)}  # the mean of so many is no mistake
+        scales = self.scales_read - {float(self._blocks)}  # the mean of so many is no mistake
         if any(torch.allclose(grad * scale, before, atol=0.0) for scale in scales):
             warn(
                 "gradients were divided by the loss scale after an amp.scale_loss block, which has "
@@ -297,29 +293,10 @@ class BlockWatch:
         handles = [p.register_post_accumulate_grad_hook(hook) for p in leaves]
         weakref.finalize(self, lambda: [handle.remove() for handle in handles]).atexit = False
 
-    def grad_arrives(self, parameter: Tensor) -> None:
-        """Note by which backward a parameter has got a gradient.
-
-        Gradients that have a graph are left out: a backward of them goes through the scale again.
-        """
-        if parameter.grad is None or parameter.grad.requires_grad:
-            return
-        if self._is_running:
-            self._reached.add(parameter)
-        elif not _backward_is_given_gradients():
-            self._reached_by_others.add(parameter)
-
-    def scaled_backward_begins(self) -> None:
-        """Note that a backward of the scaled loss has begun, until it ends."""
-        self.was_run = self._is_running = True
-        end = functools.partial(setattr, self, "_is_running", False)
-        torch.autograd.Variable._execution_engine.queue_callback(end)
-
     def backward_has_ended(self) -> None:
         """Raise AmpRuntimeError if the backward of a scaled loss has given a master a gradient."""
-        for pair in chain(
-            *[each.attached.gradients.parameters.pairs.pairs for each in self._unstepped]
-        ):
+        of_all = [each.attached.gradients.parameters.pairs for each in self._unstepped]
+        for pair in chain.from_iterable(pairs.pairs for pairs in of_all):
             if pair.master.grad is not None and pair.master.grad is not pair.grad:
                 raise AmpRuntimeError(
                     f"the FP32 master of a parameter of shape {tuple(pair.master.shape)} was given a "
@@ -363,7 +340,7 @@ class BlockWatch:
         It may if the script knows the scale. It may also be made of gradients of the scaled loss: of
         tensors that are no parameters, or of outputs of the layers whose parameters it reaches.
         """
-        if not self._reached or any(misuse.has_read_a_scale for misuse in self._unstepped):
+        if not self._reached or any(misuse.scales_read for misuse in self._unstepped):
             return
         found, whose = self._reached & self._reached_by_others, "the scaled loss and from another one"
         if not found and self._reached_by_others:
@@ -400,10 +377,12 @@ class BlockWatch:
 
 
 def _backward_runs(reference: weakref.ref[BlockWatch], grad: Tensor) -> None:
-    """Note that the backward of a scaled loss has begun, and warn if it comes after the block."""
+    """Note that the backward of a scaled loss has begun, until it ends; warn if its block is over."""
     watch = reference()
     if watch is not None and not watch.block.is_over:
-        watch.scaled_backward_begins()
+        watch.was_run = watch._is_running = True
+        end = functools.partial(setattr, watch, "_is_running", False)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
     elif not bool((grad != 1).any()):  # else it is a part of another loss
         warn(
             "scaled_loss.backward() was called after its amp.scale_loss block: gradients are "
@@ -412,8 +391,17 @@ def _backward_runs(reference: weakref.ref[BlockWatch], grad: Tensor) -> None:
 
 
 def _grad_arrives(reference: weakref.ref[BlockWatch], parameter: Tensor) -> None:
-    if (watch := reference()) is not None:
-        watch.grad_arrives(parameter)
+    """Note by which backward a parameter has got a gradient.
+
+    Gradients that have a graph are left out: a backward of them goes through the scale again.
+    """
+    watch, grad = reference(), parameter.grad
+    if watch is None or grad is None or grad.requires_grad:
+        return
+    if watch._is_running:
+        watch._reached.add(parameter)
+    elif not _backward_is_given_gradients():
+        watch._reached_by_others.add(parameter)
 
 
 def _leaves_of(root: Any) -> set[Tensor]:

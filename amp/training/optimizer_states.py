@@ -170,15 +170,12 @@ def checked(optimizer: Any, state_dict: Any) -> dict[str, Any]:
         needed = _MOMENTS.get(type(optimizer).__name__, ()) if entry else ()
         for name in (*entry, *(each for each in needed if each not in entry)):
             value = entry.get(name)
-            if name in needed:
-                entry[name] = checks.tensor_like(entry, name, path, parameter, may_be_inf=True)
-            elif name == "step":
+            is_moment = isinstance(value, Tensor) and value.dim() > 0
+            if name == "step":
                 entry[name] = checks.scalar(entry, name, path, 0, LARGEST_COUNT, is_whole=True)
-            elif isinstance(value, Tensor) and not value.dim():
-                entry[name] = checks.scalar(entry, name, path)
-            elif isinstance(value, Tensor) and (has_one_shape or value.shape == parameter.shape):
+            elif name in needed or (is_moment and (has_one_shape or value.shape == parameter.shape)):
                 entry[name] = checks.tensor_like(entry, name, path, parameter, may_be_inf=True)
-            elif has_one_shape and value is not None:  # such as no momentum of SGD's
-                entry[name] = checks.scalar(entry, name, path)
+            elif not is_moment and (isinstance(value, Tensor) or (has_one_shape and value is not None)):
+                entry[name] = checks.scalar(entry, name, path)  # None is such as no momentum of SGD's
     checks.finish()
     return own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
@@ -17,16 +16,13 @@ from amp.masters.agreement import Pairs, called_by_shape
 from amp.masters.master_weights import MasterWeights
 from amp.names import bare_names
 
-_dtype = operator.attrgetter("dtype")
-
 
 class Parameters:
     """The parameters of an optimizer's groups at one time, each once, in their order.
 
     Args:
         in_groups: a list for each group.
-        masters: the session's.
-        called: returns how to call a parameter in a message.
+        named: knows the session's masters, and how to call a parameter in a message.
 
     Attributes:
         in_groups: the parameters of each group.
@@ -41,25 +37,19 @@ class Parameters:
         process_groups: the process groups whose ranks hold parts or copies of any of `stepped`.
     """
 
-    def __init__(
-        self,
-        in_groups: Sequence[Sequence[Tensor]],
-        masters: MasterWeights,
-        called: Callable[[Tensor], str],
-    ) -> None:
+    def __init__(self, in_groups: Sequence[Sequence[Tensor]], named: ParameterNames) -> None:
         self.in_groups = list(map(list, in_groups))
         self.stepped = list(dict.fromkeys(chain.from_iterable(in_groups)))
-        both = [(each, masters.pair(each)) for each in self.stepped]
+        both = [(each, named.masters.pair(each)) for each in self.stepped]
         held = [pair for each, pair in both if pair is not None and pair.master is each]
-        self.pairs = Pairs(held, called)
+        self.pairs = Pairs(held, named.called)
         self.masters, self.models = self.pairs.masters, self.pairs.models
         self.unmastered = [each for each, pair in both if pair is None or pair.master is not each]
         self.of_model = [*self.models, *self.unmastered]
-        self.dtypes = list(map(_dtype, self.unmastered))
+        self.dtypes = [each.dtype for each in self.unmastered]
         self.process_groups = groups_of_meshes(self.stepped)
         self.are_plain = self.pairs.are_plain and are_plain(self.unmastered)
-        of_rank = self.unmastered if self.are_plain else local_shards(self.unmastered)
-        self.unmastered_list = TensorList(of_rank)
+        self.unmastered_list = TensorList(local_shards(self.unmastered))
 
     @functools.cached_property
     def ids(self) -> frozenset[int]:
@@ -72,15 +62,17 @@ class ParameterNames:
 
     Args:
         optimizer: the optimizer.
-        named_parameters: returns the parameters that the models have now, by the number of the model
-            and the name in it.
+        owner: the session. Its `named_parameters` returns the parameters that the models have now, by
+            the number of the model and the name in it.
+
+    Attributes:
+        masters: those of the session.
     """
 
-    def __init__(
-        self, optimizer: Any, named_parameters: Callable[[], dict[tuple[int, str], Tensor]]
-    ) -> None:
+    def __init__(self, optimizer: Any, owner: Any) -> None:
         self._optimizer = optimizer
-        self._named_parameters = named_parameters
+        self.masters: MasterWeights = owner.masters
+        self._named_parameters: Callable[[], dict[tuple[int, str], Tensor]] = owner.named_parameters
         self._by_name: dict[tuple[int, str], Tensor] = {}
         self._has_warned_of_forward = False
 
@@ -95,10 +87,11 @@ class ParameterNames:
         key_of = {id(parameter): key for key, parameter in reversed(self._named_parameters().items())}
         return [key_of.get(id(parameter)) for parameter in parameters]
 
-    def bare_names_of(self, parameters: Iterable[Tensor]) -> list[str | None]:
-        """Return what `keys_of` does as one text each, without the names of wrappers."""
+    def bare_names_of(self, stepped: Iterable[Tensor]) -> list[str | None]:
+        """Return what `keys_of` does, also of masters, as one text each without names of wrappers."""
         bare = bare_names(self._named_parameters())
-        return [None if key is None else f"{key[0]}.{bare[key]}" for key in self.keys_of(parameters)]
+        models = [model if (model := self.masters.model(p)) is not None else p for p in stepped]
+        return [None if key is None else f"{key[0]}.{bare[key]}" for key in self.keys_of(models)]
 
     def names_of(self, parameters: Sequence[Tensor]) -> list[str]:
         """Return each parameter's name, with the number of its model if there are several, or shape."""

@@ -15,8 +15,6 @@ from amp.kernels.tensor_lists import are_plain
 from amp.lazy import kernels
 from amp.undo import Undo
 
-_NAMES = ("running_mean", "running_var")
-
 
 class RunningStatistics:
     """The running means and variances of normalization layers, and their last finite values.
@@ -26,6 +24,8 @@ class RunningStatistics:
     them, and four small operations for each device and dtype after each backward. The host
     does not wait for the device.
 
+    A copy or a pickle of this object, as in the hooks of a copied model, watches nothing.
+
     Attributes:
         modules: the layers, weakly.
     """
@@ -34,19 +34,22 @@ class RunningStatistics:
         self.modules: list[weakref.ref[nn.Module]] = []
         self._finite: dict[Any, Tensor] = {}
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return RunningStatistics, ()
+
     def watch(self, models: Iterable[nn.Module], undo: Undo) -> None:
         """Keep the statistics that models have now, and those that are loaded, until `undo`."""
         for module in chain.from_iterable(model.modules() for model in models):
             if not isinstance(module, torch.jit.ScriptModule) and _buffers_of(module):
                 self.modules.append(weakref.ref(module))
                 register: Any = module.register_load_state_dict_post_hook
-                undo.callback(register(_Snapshot(self)).remove)
+                undo.callback(register(self.snapshot).remove)
         undo.callback(self.modules.clear)
         self.snapshot()
 
     @without_grad
-    def snapshot(self) -> None:
-        """Take the current statistics as the last finite values."""
+    def snapshot(self, *_: object) -> None:
+        """Take the current statistics as the last finite values; also the hook for loaded ones."""
         self._finite = {key: _joined(buffers) for key, buffers in self._groups().items()}
 
     @without_grad
@@ -76,23 +79,9 @@ class RunningStatistics:
 
 
 def _buffers_of(module: nn.Module) -> list[Tensor]:
-    found = [module._buffers.get(name) for name in _NAMES]
+    found = [module._buffers.get(name) for name in ("running_mean", "running_var")]
     return [buffer for buffer in found if buffer is not None]
 
 
 def _joined(buffers: list[Tensor]) -> Tensor:
     return torch.cat([buffer.reshape(-1) for buffer in buffers])
-
-
-class _Snapshot:
-    """A hook on a layer: loaded statistics are the last finite ones. Idle in a copy of the model."""
-
-    def __init__(self, statistics: RunningStatistics | None) -> None:
-        self._statistics = statistics
-
-    def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        if self._statistics is not None:
-            self._statistics.snapshot()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_statistics": None}

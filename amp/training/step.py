@@ -156,7 +156,7 @@ class OptimizerStep:
                 misuse.step_has_ended(before)
             forget_casts()  # casts of old weights, if a forward is under way
             if self.verdicts:
-                note_step(self.verdicts, gradients.grads_for_step, attached.named.names_of)
+                note_step(self.verdicts, attached)
             for observer in (*everywhere, *attached.owner.observers):
                 observer.step_ends(attached)
             return result
@@ -177,7 +177,7 @@ class OptimizerStep:
                 Pairs([pair for pair in pairs.pairs if pair.master.grad is None]).merge()
             return deferred
 
-        names_of, merges = self._attached().names_of, self._masters.are_whole
+        names_of, merges = self._attached().named.bare_names_of, self._masters.are_whole
         inputs = StepInputs(look_up, names_of, found_inf, merges)
         try:
             self._has_given_inputs = True
@@ -328,12 +328,9 @@ class OptimizerStep:
                 self._attached().owner.learn(scaler)
 
 
-_INPUTS = {"scaled_grads", "grad_scale", "found_inf"}
-
-
 def forget_inputs(optimizer: Any) -> None:
     """Remove the inputs of a step from an optimizer: later steps would use them."""
-    for name in _INPUTS:
+    for name in ("scaled_grads", "grad_scale", "found_inf"):
         vars(optimizer).pop(name, None)
 
 

@@ -23,7 +23,6 @@ from amp.casting import sharded
 from amp.distributed import ProcessGroup
 from amp.errors import AmpRuntimeError
 from amp.patching import Patch, around
-from amp.profiles.properties import Properties
 from amp.training.hidden_gradients import hide_in_backward
 
 
@@ -31,17 +30,16 @@ class Synchronization:
     """The DDP and FSDP wrappers of a session's models.
 
     Args:
-        properties: what the session's profile resolved to.
-        named_parameters: returns the parameters that the session's models have now, with their names.
+        session: the session. Its `named_parameters` returns the parameters that its models have now,
+            with their names.
 
     Attributes:
         wrappers: how many wrappers are watched.
     """
 
-    def __init__(
-        self, properties: Properties, named_parameters: Callable[[], Mapping[Any, Tensor]]
-    ) -> None:
-        self._named_parameters = named_parameters
+    def __init__(self, session: Any) -> None:
+        properties = session.properties
+        self._named_parameters: Callable[[], Mapping[Any, Tensor]] = session.named_parameters
         self._has_masters = bool(properties.master_weights)
         self._may_join = not (properties.master_weights or properties.loss_scaling.dynamic)
         self._was_alone = False

@@ -7,7 +7,7 @@ Everything that turns 16 bits into FP32 between backward and step:
 | gradients of a block   | FP32 of masters, and sums | the block ends, scaled  | `_unscale`           |
 | the same, with a graph | operations of autograd    | the same                | `_unscale_in_graph`  |
 | the same               | FP32 of masters, added    | the block ends, scale 1 | `add_to_masters`     |
-| deferred gradients     | FP32 sums                 | a later block ends      | `SideGradients.plus` |
+| deferred gradients     | FP32 sums                 | a later block ends      | `Deferral.defer`     |
 | the same               | FP32 of their own         | something reads one     | `unscaled`           |
 | what a script stores   | FP32 of both sides        | the next look           | `Pairs.follow_grads` |
 
@@ -65,27 +65,6 @@ class SideGradients(NamedTuple):
     def logged(self, scaler: LossScaler, names: Names) -> SideGradients:
         """Return the same, to be logged for a scaler; `names` returns the names of parameters."""
         return self._replace(bad_steps=scaler.bad_steps_of(self.parameters, names))
-
-    def plus(
-        self,
-        inv_scale: Tensor | None,
-        earlier: TensorList,
-        of_earlier: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> TensorList:
-        """Return the unscaled sums with earlier gradients, float32, and check these. No host sync.
-
-        Args:
-            inv_scale: float32 `[1]`, what to multiply these gradients by; None is 1.
-            earlier: dense gradients of the same shapes.
-            of_earlier: what to multiply them by.
-            found_inf: float32 `[1]`, set to 1 on overflow; None checks nothing.
-        """
-        a, b = [1.0 if inverse is None else inverse for inverse in (inv_scale, of_earlier)]
-        made = [torch.empty_like(grad, dtype=torch.float32) for grad in self.grads]
-        sums = TensorList(made, like=self.grads, dtype=torch.float32)
-        kernels.axpby.axpby(a, self.grads, b, earlier, sums, found_inf, bad_steps=self.bad_steps)
-        return sums
 
     def find_inf(self, factor: Tensor, found_inf: Tensor) -> None:
         """Set `found_inf`, float32 `[1]`, if a gradient is inf or NaN, and log which. No host sync.
@@ -263,10 +242,8 @@ def _unscale_in_graph(moves: Sequence[Move], inv_scale: Tensor, found_inf: Tenso
         kernels.unscale.check([move.source.detach() for move in moves], inv_scale, found_inf)
     with torch.enable_grad():
         for move in moves:
-            is_own = move.stepped is move.parameter
-            grad = (move.source.to(torch.float32) * inv_scale.reshape(())).to(
-                move.source.dtype if is_own else torch.float32
-            )
+            dtype = move.source.dtype if move.stepped is move.parameter else torch.float32
+            grad = (move.source.to(torch.float32) * inv_scale.reshape(())).to(dtype)
             move.parameter.grad = None
             move.stepped.grad = grad if move.total is None else grad + move.total
 

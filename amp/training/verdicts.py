@@ -14,7 +14,7 @@ import copy
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -134,26 +134,22 @@ def declares(optimizer: Any, capability: str) -> bool:
     return inspect.getattr_static(optimizer, capability, False) is True
 
 
-def note_step(
-    verdicts: Sequence[Verdict],
-    of_model: Callable[[], Iterable[tuple[Tensor, Tensor]]],
-    names_of: Callable[[Sequence[Tensor]], list[str]],
-) -> None:
+def note_step(verdicts: Sequence[Verdict], attached: Any) -> None:
     """Note in the record of each scaler which of its updates a step belongs to. No host sync.
 
     After a known overflow, note whose gradients were bad too.
 
     Args:
         verdicts: those that the step went by.
-        of_model: returns the parameters that have a gradient, with it.
-        names_of: returns the names of parameters.
+        attached: the `AttachedOptimizer`.
     """
     verdicts = [verdict for verdict in verdicts if verdict.overflowed_if_known is not False]
     for scaler in {verdict.scaler: None for verdict in verdicts}:
         scaler.recorder.note_step([each.step for each in verdicts if each.scaler is scaler])
     overflows = [verdict for verdict in verdicts if verdict.overflowed_if_known]
-    if overflows and (pairs := list(of_model())):
-        names, are_good = names_of([each for each, _ in pairs]), _are_finite(grad for _, grad in pairs)
+    if overflows and (pairs := attached.gradients.grads_for_step()):
+        names = attached.named.names_of([each for each, _ in pairs])
+        are_good = _are_finite(grad for _, grad in pairs)
         for verdict in overflows:
             steps = torch.full_like(are_good, verdict.step, dtype=torch.float32)
             verdict.scaler.recorder.bad.send(steps.masked_fill(are_good, math.nan), names)
