@@ -28,7 +28,7 @@ from amp.optimizers import FusedAdam
 
 LEVELS = ("O0", "O1", "O2", "O4", "O5")
 LAYERS = (2, 50)
-ROUNDS, CALLS, WARM_UP = 15, 10, 40
+ROUNDS, CALLS, WARM_UP = 40, 10, 40
 WAYS = ("without amp", "AdamW(fused=True)", "FusedAdam")
 
 
