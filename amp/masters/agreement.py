@@ -211,7 +211,9 @@ class Pairs:
         """
         if not self.are_whole:
             lean.merge(lean.joined_of(self.pairs))
-        elif not (self.are_plain and kernels.master_copy.merge_in_cpp(self.models, self.masters)):
+        elif self.pairs:
+            if self.are_plain and kernels.master_copy.merge_in_cpp(self.models, self.masters):
+                return
             some = self._comparable()
             kernels.master_copy.merge(some.model_list, some.master_list)
 
@@ -282,9 +284,8 @@ class Pairs:
         host_lists.lists.write_slot(self.pairs, "grad", grads)
         if not HAS_GRAD_DTYPE:
             return
-        if not host_lists.lists.take_any_grad(
-            self.models
-        ):  # `torch.utils.swap_tensors` has made others
+        if not host_lists.lists.take_any_grad(self.models):
+            # `torch.utils.swap_tensors` has made others.
             store_grads(self.models)
             for model in self.models:
                 model.grad_dtype = None
