@@ -1,6 +1,6 @@
 /* Functions of lists, most of them of tensors, for host_lists.py, which has the same in Python.
 
-   Only small headers of torch: where a tensor's pointer lies in its Python object is found at load. */
+   No header of torch's Python binding: where a tensor's pointer lies in its Python object is found at load. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

@@ -1,10 +1,11 @@
-"""Reading attributes of all tensors of a list in each step, in C++ where that is compiled.
+"""Reading attributes of all tensors of a list, and going over their elements on the CPU, in C++.
 
 A step reads addresses, versions, gradients, dtypes and devices of all tensors many times, and what is
 recorded of each. In Python that is a call for each tensor, and most of the host's work. `lists` reads
-them. It is `InPython` until `load_in_background` has loaded the same functions from `host_lists.cpp`.
-These find a tensor's pointer in its Python object, at a place that is looked for when they are loaded:
-if it is not found, as in another release of torch, Python goes on.
+them, and on the CPU it copies, unscales, checks, adds and merges whole lists. It is `InPython` until
+`load_in_background` has loaded the same functions from `host_lists.cpp`. These find a tensor's pointer
+in its Python object, at a place that is looked for when they are loaded: if it is not found, as in
+another release of torch, Python goes on.
 """
 
 from __future__ import annotations
