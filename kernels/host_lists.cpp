@@ -807,6 +807,23 @@ static bool are_apart(const std::vector<Stream> *lists, std::size_t count)
     return true;
 }
 
+/* Makes a pass over lists, tensor after tensor; returns whether to set the flag. */
+static bool run_over(const Pass &pass, const std::vector<Stream> *lists, std::size_t count, int threads)
+{
+    int bad = 0;
+    for (std::size_t i = 0; i < lists[0].size(); i++) {
+        const Stream of[3] = {lists[0][i], lists[count > 1 ? 1 : 0][i], lists[count > 2 ? 2 : 0][i]};
+        const int64_t size = of[0].size;
+        if (size > PIECE) {
+            #pragma omp parallel for num_threads(threads) reduction(|:bad)
+            for (int64_t at = 0; at < size; at += CHUNK) bad |= pass.run(of, at, std::min(CHUNK, size - at));
+        } else {
+            for (int64_t at = 0; at < size; at += CHUNK) bad |= pass.run(of, at, std::min(CHUNK, size - at));
+        }
+    }
+    return bad;
+}
+
 /* Arguments: the name of a pass, its lists of tensors, two factors, a flag or None, and how many threads
    there are. Makes the pass; returns whether it has, all or nothing. */
 static PyObject *go_over(PyObject *, PyObject *const *arguments, Py_ssize_t count)
@@ -852,26 +869,17 @@ static PyObject *go_over(PyObject *, PyObject *const *arguments, Py_ssize_t coun
         const bool writes = pass.what == Pass::COPY || pass.what == Pass::AXPBY;
         if (pass.what != Pass::CHECK && !are_apart(of, streams)) return Py_NewRef(Py_False);
         std::vector<c10::Storage> kept;  // other threads may move tensors meanwhile
+        if (pass.checks) kept.push_back(impl_of(arguments[4])->storage());
         for (Py_ssize_t k = 0; k < streams; k++)
             for (Py_ssize_t i = 0; i < n; i++) {
                 c10::TensorImpl *x = impl_of(PyList_GET_ITEM(PyList_GET_ITEM(lists, k), i));
                 if (total >= LONG) kept.push_back(x->storage());
                 if (writes && k == streams - 1 && !x->is_inference()) x->bump_version();
             }
-        int bad = 0;
         PyThreadState *const others = total < LONG ? nullptr : PyEval_SaveThread();
-        for (std::size_t i = 0; i < of[0].size(); i++) {
-            const Stream here[3] = {of[0][i], streams > 1 ? of[1][i] : flag, streams > 2 ? of[2][i] : flag};
-            const int64_t size = here[0].size;
-            if (size > PIECE) {
-                #pragma omp parallel for num_threads(threads) reduction(|:bad)
-                for (int64_t at = 0; at < size; at += CHUNK) bad |= pass.run(here, at, std::min(CHUNK, size - at));
-            } else {
-                for (int64_t at = 0; at < size; at += CHUNK) bad |= pass.run(here, at, std::min(CHUNK, size - at));
-            }
-        }
+        const bool is_bad = run_over(pass, of, streams, threads);
         if (others) PyEval_RestoreThread(others);
-        if (bad && pass.checks) *flag.at<float>(0) = 1;
+        if (is_bad && pass.checks) *flag.at<float>(0) = 1;
         return Py_NewRef(Py_True);
     });
 }
