@@ -156,7 +156,7 @@ def step(
         backend=backend,
     )
     in_triton, in_torch = list[Launch](), list[Sequence[int]]()
-    if takes_at_once([*lists.values()], backend):
+    if takes_at_once([*lists.values()], backend) and _are_counts(steps, lists["param"]):
         in_torch.append(range(len(params)))
     else:
         block = parts_of(lists["param"].kind, origins is not None, "low" in lists) * BLOCK
@@ -180,6 +180,13 @@ def step(
     planned.add(functools.partial(host_lists.lists.increment, written))
     if changes is None:
         planned.make()
+
+
+def _are_counts(steps: Sequence[Tensor], params: list[Tensor]) -> bool:
+    """Whether there is a step count, float32 `[]`, beside each parameter; `plan` says what is wrong."""
+    counts, n, lists = list(steps), len(params), host_lists.lists
+    are_numbers = len(counts) == n and lists.are_of_kind(counts, (1,) * n, (torch.float32,) * n)
+    return are_numbers and lists.are_together(counts, params)
 
 
 @functools.lru_cache(maxsize=256)

@@ -307,6 +307,28 @@ def test_lists_that_do_not_match_are_refused(device: torch.device) -> None:
     assert all(map(torch.equal, tensors.copies(), before))
 
 
+NO_COUNTS = (
+    torch.tensor(0),
+    torch.tensor(0.0, dtype=F64),
+    torch.zeros(2),
+    torch.zeros((), device="meta"),
+)
+
+
+@pytest.mark.parametrize("count", NO_COUNTS)
+def test_what_is_no_step_count_is_refused(device: torch.device, count: Tensor) -> None:
+    """Before anything is written."""
+    params = [torch.ones(3, device=device) for _ in range(2)]
+    moments = [[torch.zeros_like(p) for p in params] for _ in ADAM.moments]
+    steps = [torch.zeros((), device=device), count]
+    with pytest.raises(
+        ValueError, match=r"number 1 is .* it must be one float32 on the tensor's device"
+    ):
+        step(ADAM, adam(), params, [torch.ones_like(p) for p in params], moments, steps)
+    assert all(torch.equal(p, torch.ones_like(p)) for p in params)
+    assert steps[0] == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_shards_step_by_the_norms_of_whole_tensors(device: torch.device, dtype: torch.dtype) -> None:
     """Two halves, each told what both have, do what the whole does, and an empty one does no harm."""
