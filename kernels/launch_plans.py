@@ -371,7 +371,8 @@ class Elementwise(NamedTuple):
         self, lists: Sequence[Sequence[Tensor]], backend: str | None = None, **arguments: Any
     ) -> bool:
         """Run it in C++, if all tensors are on the CPU and C++ takes them; return whether it has."""
-        if backend or not self.in_cpp or torch.compiler.is_compiling():
+        is_there = self.in_cpp and lists[0] and lists[0][0].is_cpu
+        if backend or not is_there or torch.compiler.is_compiling():
             return False
         flag = arguments.pop(self.flag, None)
         a, b, *_ = *arguments.values(), 1.0, 1.0
