@@ -206,7 +206,13 @@ _OPERATIONS = {
     "merge": _merge,
     "split16": _split,
 }
-_OF_HALVES = "master copy", "merge", "split16"
+_IN_CPP = "unscale", "overflow", "axpby", "master copy", "merge"
+_CASES = [
+    (operation, name)
+    for name in DTYPES
+    for operation in _OPERATIONS
+    if not (name == "float32" and operation in ("master copy", "merge", "split16"))
+]
 
 
 def _run_with(lists: Any, operation: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -218,13 +224,10 @@ def _run_with(lists: Any, operation: str, dtype: torch.dtype, device: torch.devi
         host_lists.lists = before
 
 
-for _name, _dtype in DTYPES.items():
-    for _operation in _OPERATIONS:
-        if _operation in _OF_HALVES and _dtype is torch.float32:
-            continue
-        _full_name = f"kernels: {_operation}, {_name}"
-        _run = functools.partial(_run_with, host_lists.InPython, _operation, _dtype)
-        CHECKS[_full_name] = Check(_full_name, _run, 60, False)
+for _operation, _name in _CASES:
+    _full_name = f"kernels: {_operation}, {_name}"
+    _run = functools.partial(_run_with, host_lists.InPython, _operation, DTYPES[_name])
+    CHECKS[_full_name] = Check(_full_name, _run, 60, False)
 
 
 @check("kernels: passes in C++", 120)
@@ -236,10 +239,9 @@ def _in_cpp(device: torch.device) -> None:
         lists = host_lists.compiled()
     except (OSError, RuntimeError) as error:
         raise SkipError(f"C++ is not compiled, so plain torch runs instead: {error}") from None
-    for operation in _OPERATIONS:
-        for dtype in DTYPES.values():
-            if not (operation in _OF_HALVES and dtype is torch.float32):
-                _run_with(lists, operation, dtype, device)
+    for operation, name in _CASES:
+        if operation in _IN_CPP:
+            _run_with(lists, operation, DTYPES[name], device)
 
 
 @check("kernels: the loss scale")
