@@ -103,9 +103,9 @@ def _warn_if_chosen_by_gradient(
     ids = set(map(id, parameters))
     for gradients in found:
         own = gradients.parameters
-        have_grads = {id(p) for p in own.unmastered if p.grad is not None}
+        with_grads = {id(p) for p in own.unmastered if p.grad is not None}
         left_out = {*map(id, own.models), *map(id, own.masters)}
-        is_about_them = not ids or bool(have_grads and have_grads <= ids)
+        is_about_them = not ids or bool(with_grads and with_grads <= ids)
         if is_about_them and ids.isdisjoint(left_out) and _are_in_masters(gradients):
             warn(
                 f"{name} was given {len(parameters)} parameters, and not the "
