@@ -153,8 +153,9 @@ class InPython:
     def go_over(name: str, lists: list[list[Tensor]], a: Any, b: Any, flag: Any, threads: int) -> bool:
         """Make a pass over lists on the CPU, and return whether that was done; here it never is.
 
-        C++ takes lists that lie in memory alike, in float32 or 16 bits, where no mode watches
-        operations, and leaves all others to torch. No interrupt comes in between.
+        C++ takes tensors that lie in memory alike, in float32 or 16 bits, if it writes no memory of
+        another one, and no class or mode watches operations. It leaves all others to torch. No
+        interrupt comes in between.
 
         Args:
             name: `copy`, `unscale`, `check`, `axpby` or `merge`, as functions of `amp.kernels` are.

@@ -15,7 +15,7 @@ or float64 on either side of a copy, where what is too large for the target beco
 float16 or bfloat16, and float32. Launches: one for each device and pair of dtypes; plain torch takes a
 few for each 16 million elements of a merge. Memory traffic: a copy reads each source and writes each
 target once; a merge reads each tensor once, 6 bytes an element. A block of MERGE_BLOCK elements is
-written only if one of them changes, on the CPU a chunk or a slice. In a fused step the merge happens
+written only if one of them changes, on the CPU a vector or a slice. In a fused step the merge happens
 in registers, and costs 2 bytes; see `amp.kernels.stepping`. Reference of copies: `torch.Tensor.copy_`.
 
 No version of a master goes up: a version says that a script has written to the master itself. Only a
