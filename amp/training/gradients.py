@@ -196,7 +196,8 @@ class Gradients:
 
     def are_there(self) -> bool:
         """Whether the parameters of the last look have a gradient for a step."""
-        return have_grads(self.parameters.stepped)
+        stepped = self.parameters.stepped
+        return not host_lists.lists.have_grads(stepped, [None] * len(stepped))
 
     def _take_grads_of_models(self, event: str) -> None:
         """Add gradients of 16-bit parameters to those of masters, before torch 2.10.
