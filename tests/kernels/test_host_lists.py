@@ -481,6 +481,49 @@ def test_where_nothing_can_be_compiled_nobody_is_told(
     assert not caplog.text
 
 
+class Spy:
+    """The compiled functions, which note the passes that were asked for, and whether they were made."""
+
+    def __init__(self, functions: Any) -> None:
+        self.functions = functions
+        self.passes: set[tuple[str, bool]] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.functions, name)
+
+    def go_over(self, name: str, *arguments: Any) -> bool:
+        done: bool = self.functions.go_over(name, *arguments)
+        self.passes.add((name, done))
+        return done
+
+
+@pytest.mark.parametrize(
+    ("level", "fused", "passes"),
+    [
+        ("O1", False, {"unscale", "axpby"}),
+        ("O2", False, {"unscale", "axpby", "merge", "copy"}),
+        ("O2", True, {"check", "axpby"}),
+        ("O5", False, {"check", "merge", "copy"}),
+        ("O5", True, {"check", "axpby"}),
+    ],
+)
+def test_a_training_on_the_cpu_goes_over_lists_in_cpp(
+    in_cpp: Any, level: str, fused: bool, passes: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks and a step, none of whose passes are left to torch."""
+    spy = Spy(in_cpp)
+    monkeypatch.setattr(host_lists, "lists", spy)
+    model: Any = nn.Sequential(nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 4))
+    optimizer = (amp.optimizers.FusedAdam if fused else torch.optim.AdamW)(model.parameters(), lr=1e-2)
+    options: dict[str, Any] = {} if level == "O5" else {"loss_scale": {"init": 4.0}}
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, verbosity=0, **options)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.randn(8, 9)).square().mean(), optimizer) as scaled_loss:
+            scaled_loss.backward()
+    optimizer.step()
+    assert spy.passes == {(name, True) for name in passes}
+
+
 class Watching(Tensor):
     """A tensor that sees torch's functions."""
 
