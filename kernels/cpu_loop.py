@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 import operator
 from array import array
 from collections import Counter
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp.kernels import host_lists
 from amp.kernels.backend import requested
 from amp.kernels.compiled_library import in_background, load_kept, load_or_log, read_source
 from amp.kernels.interrupts import Change
@@ -148,15 +148,14 @@ def plan_loop(
         backend: see `amp.kernels.backend`.
     """
     dtypes = {name: tensors[indices[0]].dtype for name, tensors in lists.items()}
-    is_suited = (
-        lists["param"][indices[0]].device.type == "cpu"
-        and set(dtypes.values()) <= TYPES.keys()
-        and dtypes.get("low") is not dtypes["param"]
-        and all(map(are_plain, lists.values()))  # others keep their values elsewhere
-        and not any(map(Tensor.is_neg, lists["grad"]))  # their memory holds the negated numbers
-        and not requested(backend)[0]
-    )
-    if not is_suited:
+    is_known = set(dtypes.values()) <= TYPES.keys() and dtypes.get("low") is not dtypes["param"]
+    flat: Sequence[int] = indices
+    are_all = not backend and len(indices) == len(lists["param"])
+    rows = host_lists.lists.rows([*lists.values()]) if are_all and is_known else None
+    if rows is None:
+        flat = _flat(lists, indices) if is_known and not requested(backend)[0] else ()
+        rows = _rows_of([*lists.values()], flat)
+    if not flat:
         return indices, None
     types = tuple([(name, TYPES[dtype]) for name, dtype in dtypes.items()])
     elements = sum(lists["param"].kind.sizes)
@@ -164,26 +163,36 @@ def plan_loop(
     loop = loop_for(made_of, elements)
     if loop is None:
         return indices, None
-    flat, left = indices, list[int]()
-    if any(tensors.kind.orders is not None for tensors in lists.values()):
-        flat = [i for i in indices if are_flat([tensors[i] for tensors in lists.values()])]
-        left = sorted(set(indices) - set(flat))
-    columns: list[Sequence[int]] = []
     if update.own_bits is not None:
         keys, origins = update.own_bits[0].tolist(), update.own_bits[1]
-        columns += zip(*[(keys[i], *origins[i][1:]) for i in flat], strict=True)
-    rows = _rows_of([*lists.values()], flat, *columns)
-    floats = (ctypes.c_float * len(update.numbers))(*update.numbers)
-    return left, functools.partial(loop, rows, len(flat), floats, torch.get_num_threads())
+        for column in zip(*[(keys[i], *origins[i][1:]) for i in flat], strict=True):
+            rows.extend(column)
+    floats = array("f", update.numbers)
+    left = () if flat is indices else sorted(set(indices) - set(flat))
+    arguments = _pointer(rows), len(flat), _pointer(floats), torch.get_num_threads()
+    return left, functools.partial(loop, *arguments)
 
 
-def _rows_of(lists: Sequence[TensorList], indices: Sequence[int], *columns: Sequence[int]) -> Any:
-    """Return rows for a loop, column by column: the addresses of tensors, their size, and `columns`."""
-    first = [*[tensors.addresses for tensors in lists], lists[0].kind.sizes]
-    if len(indices) < len(lists[0]):
-        first = [tuple([column[i] for i in indices]) for column in first]
-    numbers = array("q", list(itertools.chain(*first, *columns)))
-    return (ctypes.c_int64 * len(numbers)).from_buffer(numbers)
+def _flat(lists: Streams, indices: Sequence[int]) -> Sequence[int]:
+    """Return the indices of tensors that the loop can step, if they are of a dtype that it takes."""
+    if lists["param"][indices[0]].device.type != "cpu" or not all(map(are_plain, lists.values())):
+        return ()
+    if any(map(Tensor.is_neg, lists["grad"])):  # their memory holds the negated numbers
+        return ()
+    if all(tensors.kind.orders is None for tensors in lists.values()):
+        return indices
+    return [i for i in indices if are_flat([tensors[i] for tensors in lists.values()])]
+
+
+def _rows_of(lists: Sequence[TensorList], indices: Sequence[int]) -> array[int]:
+    """Return rows for a loop, column by column: the addresses of tensors, and their sizes."""
+    columns = [*[tensors.addresses for tensors in lists], lists[0].kind.sizes]
+    return array("q", [column[i] for column in columns for i in indices])
+
+
+def _pointer(numbers: array[Any]) -> Any:
+    """Return a pointer to numbers, which keeps them."""
+    return (ctypes.c_char * (len(numbers) * numbers.itemsize)).from_buffer(numbers)
 
 
 _loops: dict[tuple[Any, ...], Any] = {}

@@ -398,31 +398,78 @@ static PyObject *are_of_kind(PyObject *, PyObject *const *arguments, Py_ssize_t 
     });
 }
 
+/* Whether a backend is asked for by the environment. */
+static bool is_backend_set()
+{
+    const char *backend = std::getenv("AMP_KERNELS");
+    return backend && *backend;
+}
+
+/* Whether tensors of a class have their values themselves, as `has_own_values` says in Python. */
+static bool has_own_values(PyTypeObject *type)
+{
+    static PyObject *const name = PyUnicode_InternFromString("__torch_dispatch__");
+    return type == usual_types[0] || type == usual_types[1] || _PyType_Lookup(type, name) == _PyType_Lookup(usual_types[0], name);
+}
+
+/* Whether an object is a list of lists of tensors; else sets an error. */
+static bool are_lists(PyObject *lists)
+{
+    bool all = PyList_Check(lists) && PyList_GET_SIZE(lists);
+    if (!all) PyErr_SetString(PyExc_TypeError, "this is no list of lists");
+    for (Py_ssize_t k = 0; all && k < PyList_GET_SIZE(lists); k++) all = are_tensors(PyList_GET_ITEM(lists, k), -1);
+    return all;
+}
+
+/* Whether lists of one length have tensors of one shape in the i-th places, on the CPU, strided, with memory
+   if they have elements, each list in one dtype, and whether a function holds of each, and its first one. */
+template <class F> static bool all_go_together(PyObject *lists, F holds)
+{
+    PyObject *first = PyList_GET_ITEM(lists, 0);
+    bool all = PyList_GET_SIZE(first) > 0;
+    for (Py_ssize_t k = 0; all && k < PyList_GET_SIZE(lists); k++) {
+        PyObject *list = PyList_GET_ITEM(lists, k);
+        if (PyList_GET_SIZE(list) != PyList_GET_SIZE(first)) return false;
+        const auto dtype = impl_of(PyList_GET_ITEM(list, 0))->dtype().toScalarType();
+        for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(list); i++) {
+            PyObject *x = PyList_GET_ITEM(list, i);
+            c10::TensorImpl *impl = impl_of(x), *like = impl_of(PyList_GET_ITEM(first, i));
+            all = has_own_values(Py_TYPE(x)) && impl->dtype().toScalarType() == dtype && impl->device().is_cpu()
+                && impl->layout() == c10::kStrided && impl->sizes() == like->sizes() && holds(impl, like);
+        }
+    }
+    return all;
+}
+
 /* Whether lists of tensors go to an operation of the CPU as they are; see host_lists.py. */
 static PyObject *go_together(PyObject *, PyObject *lists)
 {
-    if (!PyList_Check(lists) || !PyList_GET_SIZE(lists)) {
-        PyErr_SetString(PyExc_TypeError, "this is no list of lists");
-        return nullptr;
-    }
-    PyObject *first = PyList_GET_ITEM(lists, 0);
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(lists); k++)
-        if (!are_tensors(PyList_GET_ITEM(lists, k), -1)) return nullptr;
+    if (!are_lists(lists)) return nullptr;
     return guarded([&] {
-        bool all = PyList_GET_SIZE(first) > 0;
-        for (Py_ssize_t k = 0; all && k < PyList_GET_SIZE(lists); k++) {
-            PyObject *list = PyList_GET_ITEM(lists, k);
-            if (PyList_GET_SIZE(list) != PyList_GET_SIZE(first)) return PyBool_FromLong(false);
-            const auto dtype = impl_of(PyList_GET_ITEM(list, 0))->dtype().toScalarType();
-            all = is_float(dtype);
-            for (Py_ssize_t i = 0; all && i < PyList_GET_SIZE(list); i++) {
-                c10::TensorImpl *impl = impl_of(PyList_GET_ITEM(list, i));
-                all = impl->dtype().toScalarType() == dtype && impl->device().is_cpu()
-                    && impl->layout() == c10::kStrided && impl->mutable_data()
-                    && (!k || impl->sizes() == impl_of(PyList_GET_ITEM(first, i))->sizes());
-            }
-        }
-        return PyBool_FromLong(all);
+        return PyBool_FromLong(!is_backend_set() && all_go_together(lists, [](c10::TensorImpl *x, c10::TensorImpl *) {
+            return is_float(x->dtype().toScalarType()) && x->mutable_data();
+        }));
+    });
+}
+
+/* An array of the addresses of tensors, list after list, and of the sizes of the first list; None for
+   tensors that do not go together, or do not lie in memory alike and without gaps. */
+static PyObject *rows(PyObject *, PyObject *lists)
+{
+    if (!are_lists(lists)) return nullptr;
+    return guarded([&]() -> PyObject * {
+        std::vector<int64_t> numbers;
+        const bool all = !is_backend_set() && all_go_together(lists, [&](c10::TensorImpl *x, c10::TensorImpl *first) {
+            const bool are_alike = (x->is_contiguous() && first->is_contiguous()) || x->strides() == first->strides();
+            numbers.push_back(reinterpret_cast<int64_t>(x->mutable_data()));
+            return are_alike && x->is_non_overlapping_and_dense() && (numbers.back() || !x->numel())
+                && !x->key_set().has(c10::DispatchKey::Negative);
+        });
+        if (!all) return Py_NewRef(Py_None);
+        PyObject *first = PyList_GET_ITEM(lists, 0);
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(first); i++) numbers.push_back(impl_of(PyList_GET_ITEM(first, i))->numel());
+        const char *bytes = reinterpret_cast<const char *>(numbers.data());
+        return PyObject_CallFunction(array_type, "sy#", "q", bytes, (Py_ssize_t)(numbers.size() * sizeof(int64_t)));
     });
 }
 
@@ -848,8 +895,7 @@ static PyObject *go_over(PyObject *, PyObject *const *arguments, Py_ssize_t coun
     for (Py_ssize_t k = 1; k < streams; k++)
         if (PyList_GET_SIZE(PyList_GET_ITEM(lists, k)) != n) Py_RETURN_FALSE;
     return guarded([&]() -> PyObject * {
-        const char *backend = std::getenv("AMP_KERNELS");
-        if ((backend && *backend) || c10::impl::TorchDispatchModeTLS::any_modes_set()) return Py_NewRef(Py_False);
+        if (is_backend_set() || c10::impl::TorchDispatchModeTLS::any_modes_set()) return Py_NewRef(Py_False);
         Pass pass{known->what, 1, 1, arguments[4] != Py_None};
         Stream flag{nullptr, c10::kFloat, 0};
         const bool has_numbers = find_number(arguments[2], pass.a) && find_number(arguments[3], pass.b);
@@ -920,6 +966,7 @@ static PyMethodDef methods[] = {
     {"write_slot", FAST(write_slot), nullptr},         {"go_over", FAST(go_over), nullptr},
     {"put", FAST(put), nullptr},                       {"have_memory", have_memory, METH_O, nullptr},
     {"are_whole", are_whole, METH_O, nullptr},         {"take_any_grad", take_any_grad, METH_O, nullptr},
+    {"rows", rows, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

@@ -10,14 +10,17 @@ another release of torch, Python goes on.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import logging
 import operator
 import os
 import sysconfig
 from array import array
+from collections import deque
 from collections.abc import Iterable, Sequence
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
+from itertools import repeat, starmap
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,12 @@ _FLAGS = (
     *(f"-I{sysconfig.get_path('include')}", f"-D_GLIBCXX_USE_CXX11_ABI={_IS_NEW_ABI}"),
     *("-fno-strict-aliasing", f"-L{_LIB}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{_LIB}"),
 )
+
+
+@functools.cache
+def has_own_values(cls: Any) -> bool:
+    """Whether tensors of a class have their values, and do not keep them elsewhere, as DTensor does."""
+    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
 
 
 _USUAL = {Tensor, torch.nn.Parameter}
@@ -98,12 +107,12 @@ class InPython:
 
     @staticmethod
     def set_grads(tensors: list[Tensor], grads: list[Tensor | None]) -> bool:
-        """Set the `.grad` of each tensor; return whether that was done.
+        """Set the `.grad` of each tensor; return whether that was done. No interrupt comes in between.
 
         C++ looks at no tensor's `grad_dtype`, and leaves what it does not take to Python.
         """
-        for tensor, grad in zip(tensors, grads, strict=True):
-            tensor.grad = grad
+        each = zip(tensors, repeat("grad", len(tensors)), grads, strict=True)
+        deque(starmap(setattr, each), maxlen=0)
         return True
 
     @staticmethod
@@ -136,12 +145,14 @@ class InPython:
     def go_together(lists: list[list[Tensor]]) -> bool:
         """Whether lists go to an operation of torch on the CPU as they are.
 
-        All tensors are there, strided and with memory, each list has one floating-point dtype, and the
-        i-th tensors of all lists have one shape.
+        All tensors are there, strided and with memory, and have their values themselves. Each list has
+        one floating-point dtype, and the i-th tensors of all lists have one shape. The environment asks
+        for no backend.
         """
         shapes = [tensor.shape for tensor in lists[0]]
-        return bool(shapes) and all(
-            len(of := set(map(_dtype, tensors))) == 1
+        return bool(shapes and not os.environ.get("AMP_KERNELS")) and all(
+            all(map(has_own_values, set(map(type, tensors))))
+            and len(of := set(map(_dtype, tensors))) == 1
             and of <= FLOATS
             and all(map(_is_strided_on_cpu, tensors))
             and all(InPython.addresses(tensors))
@@ -166,6 +177,15 @@ class InPython:
             threads: how many threads there are.
         """
         return False
+
+    @staticmethod
+    def rows(lists: list[list[Tensor]]) -> array[int] | None:
+        """Return the addresses of tensors, list after list, and then the sizes of the first list.
+
+        C++ returns None, as here always, where tensors do not go together as for `go_together`, in any
+        dtypes, or where the i-th tensors of all lists do not lie in memory alike and without gaps.
+        """
+        return None
 
     @staticmethod
     def are_floats(tensors: list[Tensor]) -> bool:

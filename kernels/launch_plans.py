@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from amp.kernels import host_lists
-from amp.kernels.backend import uses_triton
+from amp.kernels.backend import is_eager_on_cpu, uses_triton
 from amp.kernels.host_lists import FLOATS
 from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
-from amp.kernels.tensor_lists import TensorList, dense, has_own_values
+from amp.kernels.tensor_lists import TensorList, dense
 
 _TAKEN = FLOATS | {torch.int8, torch.int16}
 """The dtypes that kernels take; the last two are of low halves and packed moments."""
@@ -139,9 +139,6 @@ def _places(*key: object) -> deque[tuple[list[array[int]], Plan]]:
     return deque(maxlen=_PLACES)
 
 
-_CPU = torch.device("cpu")
-
-
 def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None) -> bool:
     """Whether plain torch can take lists on the CPU without a plan, which launches need.
 
@@ -149,10 +146,10 @@ def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None)
     classes, and all have the shapes of the first. `plan` checks all other lists, and says what is
     wrong.
     """
-    if uses_triton(_CPU, backend) or torch.compiler.is_compiling():
+    if not (lists[0] and is_eager_on_cpu(lists[0][0], backend)):
         return False
-    are_plain = all(map(has_own_values, set(map(type, chain.from_iterable(lists)))))
-    return are_plain and host_lists.lists.go_together(list(map(list, lists)))
+    given = [tensors if isinstance(tensors, list) else list(tensors) for tensors in lists]
+    return host_lists.lists.go_together(given)  # type: ignore[no-any-return]
 
 
 def plan(
@@ -371,8 +368,7 @@ class Elementwise(NamedTuple):
         self, lists: Sequence[Sequence[Tensor]], backend: str | None = None, **arguments: Any
     ) -> bool:
         """Run it in C++, if all tensors are on the CPU and C++ takes them; return whether it has."""
-        is_there = self.in_cpp and lists[0] and lists[0][0].is_cpu
-        if backend or not is_there or torch.compiler.is_compiling():
+        if not (self.in_cpp and lists[0] and is_eager_on_cpu(lists[0][0], backend)):
             return False
         flag = arguments.pop(self.flag, None)
         a, b, *_ = *arguments.values(), 1.0, 1.0

@@ -155,7 +155,8 @@ def step(
         merges=merges and models is not None,
         backend=backend,
     )
-    in_triton, in_torch = list[Launch](), list[Sequence[int]]()
+    in_triton: list[Launch] = []
+    in_torch: list[Sequence[int]] = []
     if takes_at_once([*lists.values()], backend) and _are_counts(steps, lists["param"]):
         in_torch.append(range(len(params)))
     else:

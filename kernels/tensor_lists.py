@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels import host_lists
+from amp.kernels.host_lists import has_own_values
 
 SLICE = 2**16
 """The number of elements whose temporaries fit in a core's cache."""
@@ -88,7 +89,7 @@ class TensorList(list[Tensor]):
             lists, kind = host_lists.lists, before.kind
             is_there = lists.are_at(self, before.addresses)
             if is_there and lists.are_of_kind(self, kind.sizes, kind.dtypes):
-                self.addresses, self.device, self.kind = before
+                self.addresses, self.device, self.kind = self.layout = before
                 self._have_memory = True
 
     def at(self, indices: Sequence[int]) -> TensorList:
@@ -108,10 +109,10 @@ class TensorList(list[Tensor]):
         """Return a list with current addresses: this one, if no tensor has moved."""
         return self if host_lists.lists.are_at(self, self.addresses) else TensorList(self)
 
-    @property
-    def layout(self) -> Layout:
-        """What plans of kernels depend on. It holds no tensor."""
-        return Layout(self.addresses, self.device, self.kind)
+    @cached_property
+    def layout(self) -> Layout | None:
+        """What plans of kernels depend on, which holds no tensor; None if one has no memory."""
+        return Layout(self.addresses, self.device, self.kind) if self.has_memory else None
 
     @cached_property
     def addresses(self) -> array[int]:
@@ -168,12 +169,6 @@ def has_no_memory(tensor: Tensor) -> bool:
 def are_plain(tensors: Iterable[Tensor]) -> bool:
     """Whether all tensors have their own values."""
     return all(map(has_own_values, set(map(type, tensors))))
-
-
-@functools.cache
-def has_own_values(cls: Any) -> bool:
-    """Whether tensors of a class have their values, and do not keep them elsewhere, as DTensor does."""
-    return cls.__torch_dispatch__ is Tensor.__torch_dispatch__  # pyright: ignore
 
 
 def dense(tensors: Sequence[Tensor]) -> TensorList:

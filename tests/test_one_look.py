@@ -174,7 +174,8 @@ def launches_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
     for module in (launch_plans, update_scale):
         monkeypatch.setattr(module, "uses_triton", lambda device, backend=None: True)
-    monkeypatch.setattr(launch_plans.Elementwise, "run_in_cpp", lambda *_, **__: False)
+    monkeypatch.setattr(launch_plans, "is_eager_on_cpu", lambda tensor, backend=None: False)
+    monkeypatch.setattr(update_scale, "is_on_host", lambda tensor: False)
     places = functools.lru_cache(launch_plans._places.__wrapped__)
     monkeypatch.setattr(launch_plans, "_places", places)
 

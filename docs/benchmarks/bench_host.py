@@ -107,7 +107,8 @@ def pretend_a_gpu() -> None:
     triton.runtime.driver.set_active(NoDevice())
     for module in (launch_plans, update_scale):
         module.uses_triton = lambda device, backend=None: True
-    launch_plans.Elementwise.run_in_cpp = lambda *_, **__: False  # tensors are on the CPU in truth
+    launch_plans.is_eager_on_cpu = lambda tensor, backend=None: False  # as it is in truth
+    update_scale.is_on_host = lambda tensor: False
 
 
 def reamp() -> Callable[[], None]:

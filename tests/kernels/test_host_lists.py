@@ -195,6 +195,61 @@ def test_lists_that_go_to_an_operation_as_they_are(way: Any) -> None:
     assert not way.go_together([some, some[:2]])
 
 
+def test_lists_of_other_classes_do_not_go_together(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor those for which the environment asks for a backend."""
+    some = [torch.ones(2), torch.ones(3)]
+    held, elsewhere = torch.ones(3).as_subclass(Held), torch.ones(3).as_subclass(Elsewhere)
+    assert way.go_together([some, [nn.Parameter(some[0]), held]])
+    assert not way.go_together([some, [some[0], elsewhere]])
+    with FakeTensorMode():
+        fake = torch.ones(3)
+    assert not way.go_together([some, [some[0], fake]])
+    for backend in ("reference", "triton"):
+        monkeypatch.setenv("AMP_KERNELS", backend)
+        assert not way.go_together([some])
+
+
+class Held(Tensor):
+    """A class whose tensors have their values themselves."""
+
+
+class Elsewhere(Tensor):
+    """A class that may have its values elsewhere."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_rows_of_a_loop(in_cpp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Addresses list by list, and sizes; none where tensors lie in memory differently."""
+    some = [torch.ones(2, 3), torch.ones(3, 4).t(), torch.ones(())]
+    low = [torch.empty_like(x, dtype=torch.int8) for x in some]
+    expected = [x.data_ptr() for x in (*some, *low)] + [6, 12, 1]
+    assert list(in_cpp.rows([some, low])) == expected
+    assert list(in_cpp.rows([[torch.ones(0)]])) == [0, 0]
+    one = torch.ones(4, 4)
+    for odd in (
+        one.t(),  # where the other list is not transposed
+        one[:, ::2],
+        one[:1].expand(4, 4),
+        torch._neg_view(one),
+        one.to("meta"),
+        one.to_sparse(),
+        one.as_subclass(Elsewhere),
+        one[:2],
+        released(one.clone()),
+    ):
+        assert in_cpp.rows([[one], [odd]]) is None, odd
+        assert in_cpp.rows([[one, one], [one, odd]]) is None, odd
+    assert in_cpp.rows([[one, one.half()]]) is None
+    assert in_cpp.rows([[one], [one, one]]) is None
+    assert in_cpp.rows([[]]) is None
+    assert InPython.rows([[one]]) is None
+    monkeypatch.setenv("AMP_KERNELS", "reference")
+    assert in_cpp.rows([some, low]) is None
+
+
 def test_floats(way: Any) -> None:
     dtypes = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
     some = [torch.ones(3, 2, dtype=dtype).t() for dtype in dtypes]
@@ -377,6 +432,8 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.add, (wrong, 1.0)),
         (in_cpp.add, ([torch.tensor(1.0)], "1")),
         (in_cpp.go_together, (wrong,)),
+        (in_cpp.rows, (wrong,)),
+        (in_cpp.rows, ([[torch.ones(1)], wrong],)),
         (in_cpp.go_together, ([[torch.ones(1)], wrong],)),
         (in_cpp.have_grads, (wrong, [None])),
         (in_cpp.train, (wrong, [True])),
@@ -408,6 +465,7 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.train, ([torch.ones(1)], [True, False])),
         (in_cpp.are_together, ([torch.ones(1)], [])),
         (in_cpp.go_together, ([],)),
+        (in_cpp.rows, ([],)),
     ):
         with pytest.raises(TypeError):
             function(*arguments)
@@ -573,6 +631,7 @@ def test_what_cpp_leaves_to_torch(in_cpp: Any, case: str) -> None:
     assert torch.equal(taken[1], 2 * X)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # by forward_ad, when it is first used
 def test_factors_and_flags_that_cpp_leaves_to_torch(in_cpp: Any) -> None:
     one = torch.ones(1)
     with FakeTensorMode():
