@@ -72,9 +72,11 @@ def plan_step(arguments: StepArguments, groups: Sequence[Sequence[int]], changes
                 changes.add(functools.partial(torch._foreach_maximum_, [steps[i] for i in same], t))
             if rule.at is None:
                 prepared = plain(rule.prepare)(numbers, t, None, 0)
-            else:
+            elif own:
                 at = functools.cache(functools.partial(rule.at, numbers, t))
-                prepared = _together([at(own[i]) for i in same] if own else [at(None)])
+                prepared = _together([at(own[i]) for i in same])
+            else:
+                prepared = rule.at(numbers, t, None)
             own_bits = None
             if origins is not None:
                 own_bits = keys_of([origin.seed for origin in origins], t), origins
@@ -95,11 +97,15 @@ def _alike(
 
     Tensors with other numbers of their `own` are yielded separately.
     """
-    alike: defaultdict[Any, list[int]] = defaultdict(list)
     of_group = [steps[i] for i in group]
-    numbers = host_lists.lists.numbers if is_on_cpu(of_group[0]) else InPython.numbers
-    for i, t in zip(group, numbers(of_group), strict=True):
-        alike[t, own[i] if own else None].append(i)
+    read = host_lists.lists.numbers if is_on_cpu(of_group[0]) else InPython.numbers
+    numbers = read(of_group)
+    alike: defaultdict[Any, list[int]] = defaultdict(list)
+    if not own and numbers.count(numbers[0]) == len(numbers):  # the usual case
+        alike[numbers[0], None] = list(group)
+    else:
+        for i, t in zip(group, numbers, strict=True):
+            alike[t, own[i] if own else None].append(i)
     for (t, _), same in alike.items():
         yield t + 1 if t < EXACT else after_one(t), same
 
