@@ -29,7 +29,7 @@ from torch import Tensor
 from amp.kernels import host_lists
 from amp.kernels.backend import has_float64, is_on_host, uses_triton
 from amp.kernels.interrupts import without_grad
-from amp.kernels.language import jit, launch, load_all, tl
+from amp.kernels.language import INTERPRETED, jit, launch, load_all, tl
 from amp.kernels.launch_plans import numbers_on
 
 
@@ -61,11 +61,13 @@ def update_scale(
         The new state, if the host has it; else None.
     """
     numbers = growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling
-    if uses_triton(state.device, backend):
+    is_seen = is_on_host(state) and not torch.compiler.is_compiling()
+    may_be_triton = backend or INTERPRETED or not is_seen  # to ask takes longer than the update
+    if may_be_triton and uses_triton(state.device, backend):
         factors = numbers_on(state.device, tuple(map(float, numbers)), torch.float64)
         arguments = {"state": state, "factors": factors, "RESET_EACH_STEP": reset_each_step}
         launch(update_kernel, 1, state.device, warps=1, **arguments)
-    elif is_on_host(state) and not torch.compiler.is_compiling():
+    elif is_seen:
         new = next_state(state.tolist(), numbers, reset_each_step)
         if not host_lists.lists.put(state, new):
             state.copy_(torch.tensor(new, dtype=torch.float32, device="cpu"))
