@@ -58,6 +58,11 @@ def master_copy(
     _COPY.run((sources, targets), backend)
 
 
+def copy_in_cpp(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+    """Do `master_copy` if all are on the CPU and C++ takes them; return whether that was done."""
+    return _COPY.run_in_cpp((sources, targets))
+
+
 def merge(
     parameters: Sequence[Tensor], masters: Sequence[Tensor], *, backend: str | None = None
 ) -> None:

@@ -85,7 +85,8 @@ class Pairs:
         Args:
             at_grads: whether both sides should have one gradient now.
         """
-        pairs, found = self.pairs, list[Callable[[Pairs], None]]()
+        pairs = self.pairs
+        found: list[Callable[[Pairs], None]] = []
         if not pairs:
             return found
         lists = host_lists.lists

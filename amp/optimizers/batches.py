@@ -1,5 +1,6 @@
 """Batches of an optimizer's parameters, each for one call of `amp.kernels.stepping.step`."""
 
+import operator
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from amp.kernels import host_lists
 from amp.kernels.rule import Origin, Origins
 from amp.kernels.tensor_lists import Layout, TensorList, local_shards
 from amp.names import bare_names
+
+_grad = operator.attrgetter("grad")
 
 
 @dataclass
@@ -62,8 +65,8 @@ class Batch:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`."""
         if self.positions is None:
             stepped: list[Any] = self.stepped
-            own = place_gradients(stepped) if self.cut.groups else [each.grad for each in stepped]
-            params = TensorList(local_shards(stepped), before=self.layouts.get("params"))
+            own = place_gradients(stepped) if self.cut.groups else list(map(_grad, stepped))
+            params = self.shards("params", stepped)
             return {"params": params, "grads": TensorList(local_shards(own), like=params)}
         of, grads = inputs.deferred.of, inputs.deferred.grads
         masters, models = of.master_list, of.model_list
@@ -83,10 +86,17 @@ class Batch:
 def layouts_of(lists: Mapping[str, TensorList]) -> dict[str, Layout]:
     """Return the layouts of lists; none at all if one list has none, or no memory."""
     try:
-        have_memory = all(x.has_memory for x in lists.values())
-        return {name: x.layout for name, x in lists.items()} if have_memory else {}
+        layouts = {name: layout for name, x in lists.items() if (layout := x.layout) is not None}
+        return layouts if len(layouts) == len(lists) else {}
     except (RuntimeError, AttributeError, TypeError):  # of sparse tensors, and of what is none
         return {}
+
+
+def are_alike(some: Mapping[str, Layout], others: Mapping[str, Layout]) -> bool:
+    """Whether layouts are those of lists of the same names, kinds and devices."""
+    both = zip(some.values(), others.values(), strict=False)
+    are_of_kinds = [x is y or (x.kind is y.kind and x.device == y.device) for x, y in both]
+    return list(some) == list(others) and all(are_of_kinds)
 
 
 class Batches:

@@ -13,7 +13,7 @@ from amp.distributed import WHOLE, reduce_norm, shard_like
 from amp.kernels import host_lists
 from amp.kernels.tensor_lists import local
 from amp.lazy import kernels
-from amp.optimizers.batches import Batch, layouts_of
+from amp.optimizers.batches import Batch, are_alike, layouts_of
 from amp.optimizers.checks import check_batch
 from amp.training.step_inputs import StepInputs
 
@@ -62,8 +62,7 @@ def _look_at(
     except (KeyError, TypeError, AttributeError, RuntimeError):  # not all of it is there, or is usable
         state = None
     layouts = {} if state is None else layouts_of(lists | state)
-    kinds, before = [[(x.kind, x.device) for x in of.values()] for of in (layouts, batch.layouts)]
-    if not kinds or kinds != before:
+    if not (layouts and are_alike(layouts, batch.layouts)):
         check_batch(optimizer, batch, lists)
     batch.layouts = layouts
     inv_scale = inputs.own_inv_scale if batch.positions is None else inputs.deferred.inv_scale

@@ -31,8 +31,9 @@ from amp.distributed import place_gradients, shard_like
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpTypeError
 from amp.kernels import host_lists
+from amp.kernels.host_lists import grads_of, store_grads
 from amp.kernels.interrupts import at_once, without_grad
-from amp.kernels.tensor_lists import TensorList, are_plain, has_own_values, local_shards
+from amp.kernels.tensor_lists import TensorList, are_plain, local_shards
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
 from amp.training.parameters import ParameterNames, Parameters
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from amp.training.recorder import Names
     from amp.training.scaler import LossScaler
 
-_grad = operator.attrgetter("grad")
 _NONE = TensorList([])
 
 
@@ -61,6 +61,14 @@ class SideGradients(NamedTuple):
     grads: TensorList
     are_dense: bool
     bad_steps: BadSteps | None = None
+
+    @classmethod
+    def of(cls, parameters: Sequence[Tensor], grads: list[Tensor], like: TensorList) -> SideGradients:
+        """Return gradients of parameters; mostly they are of the kind of the tensors in `like`."""
+        if not grads:
+            return cls(parameters, _NONE, are_dense=True)
+        found = TensorList(grads, like=like)
+        return cls(parameters, found, are_plain(found) and host_lists.lists.are_floats(found))
 
     def logged(self, scaler: LossScaler, names: Names) -> SideGradients:
         """Return the same, to be logged for a scaler; `names` returns the names of parameters."""
@@ -103,30 +111,17 @@ class NewGradients(NamedTuple):
             are_final: whether they are unscaled next. Then partial gradients of DTensors are first
                 summed over the ranks, as torch's optimizers would do.
         """
-        are_placed = parameters.are_plain or not are_final
-        sides = []
-        lists = parameters.pairs.model_list, parameters.unmastered_list
-        for every, like in zip((parameters.models, parameters.unmastered), lists, strict=True):
-            grads: list[Any] = list(map(_grad, every)) if are_placed else place_gradients(every)
-            there = [grad is not None for grad in grads]
-            if claimed:
-                both = zip(there, every, strict=True)
-                there = [has and id(parameter) not in claimed for has, parameter in both]
-            grads = list(compress(grads, there))
-            if not parameters.are_plain:
-                grads = local_shards(grads)
-            have_values = all(map(has_own_values, set(map(type, grads))))
-            are_dense = have_values and host_lists.lists.are_floats(grads)
-            holders = every if all(there) else list(compress(every, there))
-            new = TensorList(grads, like=like) if grads else _NONE
-            sides.append((there, SideGradients(holders, new, are_dense)))
-        (there, of_masters), (_, own) = sides
         pairs = parameters.pairs
+        there, grads = _made(parameters, parameters.models, claimed, are_final)
         if not all(there):
             pairs = pairs.only(there)
-            of_masters = of_masters._replace(parameters=pairs.models)  # the same list each time
-        grads = [*of_masters.grads, *own.grads]
-        have_graphs = parameters.are_plain and not host_lists.lists.train(grads, [False] * len(grads))
+        of_masters = SideGradients.of(pairs.models, grads, parameters.pairs.model_list)
+        unmastered = parameters.unmastered
+        there, grads = _made(parameters, unmastered, claimed, are_final)
+        holders = unmastered if all(there) else list(compress(unmastered, there))
+        own = SideGradients.of(holders, grads, parameters.unmastered_list)
+        every = [*of_masters.grads, *own.grads]
+        have_graphs = parameters.are_plain and not host_lists.lists.train(every, [False] * len(every))
         return cls(pairs, of_masters, own, have_graphs)
 
     def refuse_unscalable(self, names: ParameterNames) -> None:
@@ -177,6 +172,19 @@ class NewGradients(NamedTuple):
             _unscale_in_graph(moves, inv_scale, found_inf)
         elif moves:
             _unscale(moves, inv_scale, found_inf, bad_steps)
+
+
+def _made(
+    parameters: Parameters, some: list[Tensor], claimed: Collection[int], are_final: bool
+) -> tuple[list[bool], list[Tensor]]:
+    """Return whether each of some parameters has a gradient to take, and these gradients."""
+    is_placed = parameters.are_plain or not are_final
+    grads: list[Any] = grads_of(some) if is_placed else place_gradients(some)
+    there = [grad is not None for grad in grads]
+    if claimed:
+        there = [has and id(each) not in claimed for has, each in zip(there, some, strict=True)]
+    grads = list(compress(grads, there))
+    return there, grads if parameters.are_plain else local_shards(grads)
 
 
 def without_complex(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -252,7 +260,8 @@ def unscaled(grads: Sequence[Tensor], inv_scale: Tensor | None) -> list[Tensor]:
     """Return dense gradients in FP32, multiplied by `inv_scale`, float32 `[1]`. No host sync."""
     targets = [torch.empty_like(grad, dtype=torch.float32) for grad in grads]
     if inv_scale is None:
-        torch._foreach_copy_(targets, list(grads))
+        if not kernels.master_copy.copy_in_cpp(grads, targets):
+            torch._foreach_copy_(targets, list(grads))
     else:
         kernels.unscale.unscale(grads, targets, inv_scale, None)
     return targets
@@ -271,7 +280,7 @@ def add_to_masters(pairs: Pairs) -> None:
     An interrupt finds each in exactly one place.
     """
     pairs.check_devices()
-    every = list(map(_grad, pairs.models)) if pairs.are_plain else place_gradients(pairs.models)
+    every: list[Any] = grads_of(pairs.models) if pairs.are_plain else place_gradients(pairs.models)
     there = [grad is not None for grad in every]
     pairs, grads, lists = pairs.only(there), list(compress(every, there)), host_lists.lists
     masters, nothing = pairs.masters, [None] * len(grads)
@@ -283,13 +292,11 @@ def add_to_masters(pairs: Pairs) -> None:
     else:
         with torch.enable_grad():  # some may have a graph
             new = [grad.to(torch.float32) for grad in grads]
-    changes: list[Callable[[], object]] = []
     if lists.have_grads(masters, nothing):
-        changes.append(partial(deque, map(setattr, masters, repeat("grad"), new), 0))
-    else:
-        changes += map(_adding, masters, new)
+        store_grads([*masters, *pairs.models], [*new, *nothing])
+        return
     removed = map(setattr, pairs.models, repeat("grad"), nothing)
-    at_once(*changes, partial(deque, removed, 0))
+    at_once(*map(_adding, masters, new), partial(deque, removed, 0))
 
 
 def _adding(parameter: Tensor, grad: Tensor) -> Callable[[], object]:
