@@ -16,6 +16,17 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def first_parameter(module: nn.Module) -> Tensor | None:
+    """Return the first parameter of a model, or None, sooner than its `parameters()` does."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for child in module._modules.values():
+        if child is not None and (found := first_parameter(child)) is not None:
+            return found
+    return None
+
+
 def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a model, shared ones by each of their names."""
     for path, module in model.named_modules():

@@ -16,7 +16,6 @@ casts.
 from __future__ import annotations
 
 import functools
-import itertools
 import operator
 import threading
 import weakref
@@ -31,6 +30,7 @@ from amp import active
 from amp.active import Caster
 from amp.casting.hints import add_hint
 from amp.casting.subclassing import subclass_of, swap_classes
+from amp.own_tensors import first_parameter
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
 OFF = "ipu"
@@ -367,8 +367,8 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
             is_in_region = any(map(torch.is_autocast_enabled, DEVICE_TYPES))
             if is_in_region and not getattr(self, "_is_replica", False):  # DataParallel repeats ours
                 caster.check_region()
-            first = itertools.islice(self.parameters(), 1)
-            caster.device_types |= {parameter.device.type for parameter in first}
+            if (first := first_parameter(self)) is not None:
+                caster.device_types.add(first.device.type)
             _enter_forward(self, caster.dtype)
             try:
                 result = base.__call__(self, *args, **kwargs)
