@@ -9,6 +9,7 @@ hysteresis left, found_inf, overflows in a row, transitions. Counts are whole nu
     otherwise: good += 1
                if good >= interval: scale = min(scale * growth, ceiling); good = 0; hysteresis = full
     always:    inverse = 1 / scale; found_inf = 0; transitions += 1
+    found = found_inf as it was, if it is asked for
 
 Products are FP64, rounded to FP32 once, as in `torch.amp.GradScaler`; FP32 on a device without
 FP64. An overflow with hysteresis left keeps the scale. With `reset_each_step`, each good step restores
@@ -53,9 +54,12 @@ def update_scale(
     reset_each_step: bool,
     floor: float,
     ceiling: float,
+    found: Tensor | None = None,
     backend: str | None = None,
 ) -> list[float] | None:
     """Advance `state`, float32 `[7]`, in place. The host does not wait for the device.
+
+    `found`, float32 `[1]` on the state's device, gets its `found_inf`, before that becomes 0.
 
     Returns:
         The new state, if the host has it; else None.
@@ -65,22 +69,26 @@ def update_scale(
     may_be_triton = backend or INTERPRETED or not is_seen  # to ask takes longer than the update
     if may_be_triton and uses_triton(state.device, backend):
         factors = numbers_on(state.device, tuple(map(float, numbers)), torch.float64)
-        arguments = {"state": state, "factors": factors, "RESET_EACH_STEP": reset_each_step}
-        launch(update_kernel, 1, state.device, warps=1, **arguments)
-    elif is_seen:
+        tensors = {"state": state, "factors": factors, "found": found}
+        launch(update_kernel, 1, state.device, warps=1, **tensors, RESET_EACH_STEP=reset_each_step)
+        return None
+    if found is not None:
+        found.copy_(state[4:5])
+    if is_seen:
         new = next_state(state.tolist(), numbers, reset_each_step)
         if not host_lists.lists.put(state, new):
             state.copy_(torch.tensor(new, dtype=torch.float32, device="cpu"))
         return new
-    else:
-        update_scale_reference(state, numbers, reset_each_step)
+    update_scale_reference(state, numbers, reset_each_step)
     return None
 
 
 @jit
-def update_kernel(state, factors, RESET_EACH_STEP: tl.constexpr):
+def update_kernel(state, factors, found, RESET_EACH_STEP: tl.constexpr):
     growth, backoff, interval, hysteresis, floor, ceiling = load_all(factors, 6)
     scale, _, good, left, found_inf, overflows, transitions = load_all(state, 7)
+    if found is not None:
+        tl.store(found, found_inf)
     full = hysteresis.to(tl.float32)
     wide_scale = scale.to(tl.float64)
     if found_inf > 0.0:

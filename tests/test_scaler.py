@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp
 from amp.kernels.unscale import unscale
+from amp.optimizers import FusedAdam
 from amp.profiles.loss_scaling import LossScaling
 from amp.training.recorder import HostCopies
 from amp.training.scaler import LossScaler
@@ -382,6 +384,49 @@ def test_reports_that_nobody_reads_do_not_grow_memory() -> None:
     arrived = copies.arrived()
     assert len(arrived) < 1000
     assert arrived[-1] == (999, [999.0])
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func._schema.name == "aten::clone"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("level", "most"), [("O1", 3), ("O2", 3), ("O4", 1), ("O5", 1)])
+@pytest.mark.usefixtures("the_cpu_is_a_device")
+def test_on_a_device_a_block_copies_scale_inverse_and_then_the_state_to_the_host(
+    level: str, most: int
+) -> None:
+    """A scale that never moves is not copied; what a check has found is copied in passing."""
+    model = linear()
+    model, optimizer = initialize(model, FusedAdam(model.parameters(), lr=0.1), level)
+    for _ in range(2):
+        loss = model(torch.ones(2, 4)).float().sum()
+        with Copies() as copies:
+            run_backward(loss, optimizer)
+            optimizer.step()
+        optimizer.zero_grad()
+    assert copies.count <= most
+
+
+@pytest.mark.usefixtures("the_cpu_is_a_device")
+def test_on_a_device_each_step_goes_by_the_check_of_its_own_block() -> None:
+    """Which the update of the scale has kept, as it is when the next block is over."""
+    model = linear()
+    model, optimizer = initialize(model, FusedAdam(model.parameters(), lr=0.1), "O2")
+    session, moved = amp.get_session(optimizer), []
+    for factor in (1.0, math.inf, 1.0, math.inf):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        run_backward(model(torch.ones(2, 4)).float().sum() * factor, optimizer)
+        optimizer.step()
+        moved.append(not torch.equal(before, model.weight))
+    assert moved == [True, False, True, False]
+    assert [row.overflow for row in session.history()] == [False, True, False, True]
 
 
 # Checks without a scale: O4 to O7, and `check: true`.

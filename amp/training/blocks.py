@@ -14,6 +14,7 @@ from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager, _GeneratorContextManager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from amp.casting.regions import ThreadState, disable_casts
@@ -263,11 +264,15 @@ class Block:
         is_alone = len(together) == 1
         # Ranks of a `process_group` may have other optimizers, and not as many, which ask only here.
         is_final = bool(scaler.process_groups) or not (is_alone or scaler.is_on_host)
-        verdict = None if found_inf is None else Verdict(scaler, found_inf.clone(), is_final=is_final)
+        moves, verdict, found = update and (checked or not scaler.config.is_identity), None, None
+        if found_inf is not None:
+            found = torch.empty_like(found_inf) if moves and not scaler.is_on_host else None
+            kept = found_inf.clone() if found is None else found
+            verdict = Verdict(scaler, kept, is_final=is_final)
+        if moves:
+            scaler.update(norm, found)  # which fills `found` in passing
         for gradients in together:
             gradients.leave(verdict if gradients in checked else None, is_alone)
-        if update and (checked or not scaler.config.is_identity):
-            scaler.update(norm)
 
 
 def _explain(error: RuntimeError, loss: Tensor, together: Sequence[Gradients]) -> None:

@@ -178,6 +178,7 @@ class LossScaler:
         self.is_on_host = kernels.backend.is_on_host(self._state)
         self.scale_on_device = self._state[SCALE]
         self._inv_scale = self._state[INVERSE : INVERSE + 1]
+        self._ones = torch.ones((), device=device), torch.ones(1, device=device)
         self.found_inf = self._state[FOUND_INF : FOUND_INF + 1] if self.config.check else None
         self._updates_on_device = self._state[UPDATES : UPDATES + 1]
 
@@ -223,6 +224,8 @@ class LossScaler:
 
     def scale_now(self) -> ScaleSnapshot:
         """Return the current scale, for the gradients of a loss that is scaled now."""
+        if self.config.is_identity:
+            return ScaleSnapshot(self, self.version, *self._ones)
         return ScaleSnapshot(self, self.version, self.scale_on_device.clone(), self._inv_scale.clone())
 
     def checks(self, skips_on_device: Callable[[], bool]) -> bool:
@@ -234,11 +237,12 @@ class LossScaler:
         check = self.config.check
         return bool(check) and (check is True or self.is_on_host or skips_on_device())
 
-    def update(self, norm: Tensor | None = None) -> None:
+    def update(self, norm: Tensor | None = None, found: Tensor | None = None) -> None:
         """Move the scale, by the checks since the last update. No host sync.
 
         Args:
             norm: the norm of the unscaled gradients, float32 of one element, for the recorder.
+            found: float32 `[1]`, gets what the checks have found.
         """
         config = self.config
         number = self.updates
@@ -252,6 +256,7 @@ class LossScaler:
             reset_each_step=config.consecutive_hysteresis,
             floor=config.floor,
             ceiling=max(config.max, config.start),
+            found=found,
         )
         self.updates = number + 1
         if config.check:

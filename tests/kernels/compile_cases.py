@@ -48,7 +48,7 @@ POINTERS = {
     **dict.fromkeys(("a", "b"), "*fp32"),
     **dict.fromkeys(
         (
-            *("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state"),
+            *("inv_scale", "found_inf", "sums", "each", "partials", "total", "clip", "state", "found"),
             *("numbers", "of_tensor", "bad_steps", "step", "flag"),
         ),
         "*fp32",

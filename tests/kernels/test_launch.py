@@ -6,6 +6,7 @@ arguments that an operation passes.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,9 +210,12 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
     step(adam.ADAM, halves, halves, lows=lows, origins=[Origin(1)] * len(halves))
     assert variants["step_kernel"] == 7
     for state in (torch.tensor([4.0, 0.25, 0, 1, 0, 0, 0]), FLAGS[1:8]):
-        for reset_each_step in (False, True):
+        for reset_each_step, found in itertools.product(
+            (False, True), (None, torch.ones(1), FLAGS[:1])
+        ):
             update_scale.update_scale(
                 state,
+                found=found,
                 growth_factor=2,
                 backoff_factor=0.5,
                 growth_interval=2000,
@@ -220,7 +224,7 @@ def test_arguments_that_may_be_left_out_compile_too(variants: dict[str, int]) ->
                 floor=1,
                 ceiling=float("inf"),
             )
-    assert variants["update_kernel"] == 2
+    assert variants["update_kernel"] == 4
 
 
 def test_quantizing_compiles_for_no_size(variants: dict[str, int]) -> None:

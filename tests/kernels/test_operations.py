@@ -383,14 +383,16 @@ def test_update_scale_is_its_plain_torch_self(
         }
         start = [scale, 1 / scale, 0.0, options["hysteresis"], 0.0, 0.0, 0.0]
         state, expected, on_host = torch.tensor(start, device=device), *torch.tensor([start, start])
+        seen = [torch.full((1,), 7.0, device=x.device) for x in (state, expected, on_host)]
         for _ in range(50):
             found = float(chance.random() < 0.4)
             state[FOUND_INF] = expected[FOUND_INF] = on_host[FOUND_INF] = found
-            update_scale(state, **options)
-            update_scale(on_host, **options, backend="reference")
+            update_scale(state, **options, found=seen[0])
+            update_scale(on_host, **options, found=seen[1], backend="reference")
             with monkeypatch.context() as patch:
                 patch.setattr("amp.kernels.update_scale.is_on_host", lambda tensor: False)
-                update_scale(expected, **options, backend="reference")
+                update_scale(expected, **options, found=seen[2], backend="reference")
+            assert [x.tolist() for x in seen] == [[found]] * 3
             assert torch.equal(state.cpu(), expected)
             assert torch.equal(on_host, expected)
 
