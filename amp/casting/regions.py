@@ -285,6 +285,17 @@ class ThreadState:
             self.put_back(after_error=True)
             raise
 
+    def without_casts(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function in which no function casts its arguments, and restore the state."""
+        result: T = self.around(self._without_casts, function, *args, **kwargs)
+        return result
+
+    def _without_casts(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        tuple(map(torch.set_autocast_enabled, _FLAGS, _NO_CASTS))
+        result = function(*args, **kwargs)
+        tuple(map(torch.set_autocast_enabled, _FLAGS, self._enabled))
+        return result
+
     def put_back(self, after_error: bool = False) -> None:
         """Restore the state of autocast; after an error that of autograd too.
 
@@ -342,12 +353,10 @@ def _enter_forward(module: nn.Module, dtype: torch.dtype) -> None:
 
 def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function with casts disabled; even an interrupt restores their state."""
-
-    def call() -> Any:
+    if torch.compiler.is_compiling():
         with disable_casts():
             return function(*args, **kwargs)
-
-    return call() if torch.compiler.is_compiling() else ThreadState().around(call)
+    return ThreadState().without_casts(function, *args, **kwargs)
 
 
 def _class_in_regions(base: Any, caster: Caster) -> Any:

@@ -27,7 +27,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from amp.active import newest_caster, open_sessions
-from amp.casting.regions import ThreadState, disable_casts, forget_casts, same_casts
+from amp.casting.regions import ThreadState, forget_casts, same_casts
 from amp.dtypes import LOW_PRECISION
 from amp.errors import AmpRuntimeError, warn
 from amp.kernels.interrupts import followed_by
@@ -88,7 +88,9 @@ class OptimizerStep:
         kwargs = {name: self._stepped(value) for name, value in kwargs.items()}
         for observer in (*everywhere, *attached.owner.observers):
             closure = observer.step_begins(attached, closure)
-        return ThreadState().around(self._run_locked, step, closure, *args, **kwargs)
+        if closure is not None:
+            closure = functools.partial(self._evaluate, closure, same_casts())
+        return ThreadState().without_casts(self._run_locked, step, closure, *args, **kwargs)
 
     def _is_plain_now(self, attached: Any) -> bool:
         """Whether the optimizer's own step is all there is to do."""
@@ -112,7 +114,7 @@ class OptimizerStep:
                 masters.are_ahead = self.is_running = True
                 gradients.begin_step()
                 if closure is not None:
-                    args = functools.partial(self._evaluate, closure, same_casts()), *args
+                    args = closure, *args
                 return self._run(functools.partial(step, *args, **kwargs), closure is not None)
             except RuntimeError as error:
                 self._attached().named.add_hint(error, gradients.parameters.models)
@@ -182,8 +184,7 @@ class OptimizerStep:
         try:
             self._has_given_inputs = True
             self._optimizer.scaled_grads = inputs
-            with disable_casts():
-                result = self._with_hooks(step, None, pairs.note_agreement)
+            result = self._with_hooks(step, None, pairs.note_agreement)
             self._is_to_end = True
         except BaseException:
             if inputs.changes.are_made:  # a hook may raise after the step
@@ -204,15 +205,14 @@ class OptimizerStep:
         elif found_inf is not None:
             self._has_given_inputs = True
             optimizer.grad_scale, optimizer.found_inf = None, found_inf
-        with disable_casts():
-            if not pairs.pairs:
-                result = step()
-            else:
-                if not masters.are_whole:
-                    run = functools.partial(masters.run_step, self._optimizer, pairs.masters)
-                    step = functools.partial(run, step, has_closure)
-                self._unwritten = pairs
-                result = self._with_hooks(step, pairs.merge, self._write)
+        if not pairs.pairs:
+            result = step()
+        else:
+            if not masters.are_whole:
+                run = functools.partial(masters.run_step, self._optimizer, pairs.masters)
+                step = functools.partial(run, step, has_closure)
+            self._unwritten = pairs
+            result = self._with_hooks(step, pairs.merge, self._write)
         self._is_to_end = True
         return result
 
