@@ -23,7 +23,7 @@ from torch import Tensor
 from amp.kernels import host_lists
 from amp.kernels.foreach import copies
 from amp.kernels.language import each_part, jit, narrow, not_finite, report, tl, wide
-from amp.kernels.launch_plans import BadSteps, Elementwise, to_device
+from amp.kernels.launch_plans import BadSteps, Elementwise, number_on, to_device
 
 UNCHECKED = {("cuda", torch.bfloat16)}
 """Devices and dtypes that torch's own operation does not take (torch 2.11)."""
@@ -59,7 +59,7 @@ def unscale(
 
 def check(
     sources: Sequence[Tensor],
-    inv_scale: Tensor,
+    inv_scale: float | Tensor,
     found_inf: Tensor,
     *,
     backend: str | None = None,
@@ -68,7 +68,7 @@ def check(
     """Set `found_inf` if `sources` or their products with `inv_scale` are not finite.
 
     Nothing else is written. The host does not wait for the device. Arguments and errors are those of
-    `unscale`.
+    `unscale`; `inv_scale` may be a number too.
     """
     _CHECK.run((sources,), backend, bad_steps, inv_scale=inv_scale, found_inf=found_inf)
 
@@ -145,7 +145,9 @@ def scale_and_check(tensors: list[Tensor], factor: Tensor, found_inf: Tensor | N
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, torch.ones_like(here))
 
 
-def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
+def check_reference(
+    sources: Sequence[Tensor], inv_scale: float | Tensor | None, found_inf: Tensor
+) -> None:
     """Do `check` in plain torch, on tensors of one device and dtype; `inv_scale=None` is 1.
 
     All products are finite if those of the extremes are. On the CPU torch's own operation, with a
@@ -160,8 +162,8 @@ def check_reference(sources: Sequence[Tensor], inv_scale: Tensor | None, found_i
         extremes = torch.stack(list(_extremes(sources)))
         wider = torch.promote_types(extremes.dtype, torch.float32)
         products = extremes.to(wider)
-        if inv_scale is not None:
-            products = products * to_device(inv_scale, device)
+        if (factor := number_on(device, inv_scale)) is not None:
+            products = products * factor
         torch.maximum(found_inf, products.isfinite().all().logical_not(), out=found_inf)
 
 
@@ -173,9 +175,11 @@ def _extremes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return [extreme for tensor in tensors for extreme in torch.aminmax(tensor)]
 
 
-def _is_at_most_one(factor: Tensor | None) -> bool:
+def _is_at_most_one(factor: float | Tensor | None) -> bool:
     """Whether the host knows, without waiting for a device, that products cannot overflow."""
-    return factor is None or (factor.device.type == "cpu" and abs(factor.tolist()[0]) <= 1.0)
+    if isinstance(factor, Tensor):
+        return factor.device.type == "cpu" and abs(factor.tolist()[0]) <= 1.0
+    return factor is None or abs(factor) <= 1.0
 
 
 _UNSCALE = Elementwise(unscale_kernel, unscale_reference, writes=1, block=BLOCK, in_cpp="unscale")

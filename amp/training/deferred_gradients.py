@@ -215,12 +215,12 @@ class Deferral:
             # Norms of shards are those of one rank; the step combines all ranks.
             max_norm = getattr(self._optimizer, "max_grad_norm", None) if of.are_plain else None
             if found_inf is not None:
-                factor = torch.ones_like(found_inf) if inv_scale is None else inv_scale
+                factor = 1.0 if inv_scale is None else inv_scale
                 found: Any = {"found_inf": found_inf, "bad_steps": bad_steps}
                 if max_norm is None:
                     kernels.unscale.check(grads, factor, **found)
                 else:
-                    norms = kernels.l2norm.l2norm(grads, factor, max_norm=max_norm, **found)
+                    norms = kernels.l2norm.l2norm(grads, inv_scale, max_norm=max_norm, **found)
             # DDP's gradients are views of a buffer, which any backward through it overwrites.
             if not host_lists.lists.are_whole(grads):
                 grads = TensorList([grad.clone() for grad in grads])
