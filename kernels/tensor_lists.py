@@ -81,6 +81,7 @@ class TensorList(list[Tensor]):
     ) -> None:
         super().__init__(tensors)
         self._like = like
+        self._layout: Layout | None = None
         if like is not None:
             self.device = like.device
             if dtype is not None:
@@ -89,7 +90,7 @@ class TensorList(list[Tensor]):
             lists, kind = host_lists.lists, before.kind
             is_there = lists.are_at(self, before.addresses)
             if is_there and lists.are_of_kind(self, kind.sizes, kind.dtypes):
-                self.addresses, self.device, self.kind = self.layout = before
+                self.addresses, self.device, self.kind = self._layout = before
                 self._have_memory = True
 
     def at(self, indices: Sequence[int]) -> TensorList:
@@ -109,10 +110,12 @@ class TensorList(list[Tensor]):
         """Return a list with current addresses: this one, if no tensor has moved."""
         return self if host_lists.lists.are_at(self, self.addresses) else TensorList(self)
 
-    @cached_property
+    @property
     def layout(self) -> Layout | None:
         """What plans of kernels depend on, which holds no tensor; None if one has no memory."""
-        return Layout(self.addresses, self.device, self.kind) if self.has_memory else None
+        if self._layout is None and self.has_memory:
+            self._layout = Layout(self.addresses, self.device, self.kind)
+        return self._layout
 
     @cached_property
     def addresses(self) -> array[int]:

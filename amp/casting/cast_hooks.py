@@ -91,7 +91,9 @@ class ModelInputs(CastInputs):
         self._warned: set[str] = set()
 
     def _cast_all(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        names = [*self._names, *(f"argument {i}" for i in range(len(self._names), len(args)))]
+        names = self._names
+        if len(args) > len(names):
+            names = [*names, *(f"argument {i}" for i in range(len(names), len(args)))]
         positional = tuple(map(self._cast, names, args))
         return positional, {name: self._cast(name, value) for name, value in kwargs.items()}
 
