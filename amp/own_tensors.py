@@ -18,12 +18,15 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def first_parameter(module: nn.Module) -> Tensor | None:
     """Return the first parameter of a model, or None, sooner than its `parameters()` does."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            return parameter
-    for child in module._modules.values():
-        if child is not None and (found := first_parameter(child)) is not None:
-            return found
+    todo, seen = [module], {module}  # a module may hold one that holds it
+    while todo:
+        each = todo.pop()
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                return parameter
+        new = [child for child in each._modules.values() if child is not None and child not in seen]
+        seen.update(new)
+        todo += reversed(new)
     return None
 
 

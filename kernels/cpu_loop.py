@@ -154,9 +154,9 @@ def plan_loop(
     rows = host_lists.lists.rows([*lists.values()]) if are_all and is_known else None
     if rows is None:
         flat = _flat(lists, indices) if is_known and not requested(backend)[0] else ()
+        if not flat:
+            return indices, None
         rows = _rows_of([*lists.values()], flat)
-    if not flat:
-        return indices, None
     types = tuple([(name, TYPES[dtype]) for name, dtype in dtypes.items()])
     elements = sum(lists["param"].kind.sizes)
     made_of = update.formula, types, len(update.numbers), update.own_bits is not None, update.merges

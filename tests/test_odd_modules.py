@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import amp
+from amp.own_tensors import first_parameter
 from tests.levels import LEVELS
 from tests.models import train_on
 
@@ -96,3 +97,35 @@ def test_methods_with_fewer_arguments_change_nothing(
     for one, other in zip(ends(cls, level, inside), ends(Plain, level, inside), strict=True):
         assert one.dtype is other.dtype
         assert torch.equal(one, other)
+
+
+class Part(nn.Module):
+    """A module that knows the one that holds it, as a submodule."""
+
+    def __init__(self, whole: nn.Module) -> None:
+        super().__init__()
+        self.whole = whole
+
+
+class Whole(nn.Module):
+    """One with such a part before its first parameter, and a place for another part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part(self)
+        self.register_module("none", None)
+        self.register_parameter("nothing", None)
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("level", ["O1", "O4"])
+def test_modules_that_hold_each_other_run(level: str) -> None:
+    model = Whole()
+    assert first_parameter(model) is next(model.parameters())
+    assert first_parameter(Part(nn.ReLU())) is None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, _ = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+    assert model(torch.ones(2, 16)).dtype in (torch.float16, torch.bfloat16)

@@ -336,6 +336,9 @@ def test_the_default_dtype_is_not_the_scalers(dtype: torch.dtype) -> None:
         grad, found_inf = torch.tensor([2.0]), scaler.found_inf
         unscale([grad], [grad], scaler.scale_now().inv_scale, found_inf)
         assert grad.item() == 2 / 16
+        at_one = LossScaler(LossScaling(init=1.0, mode="static")).scale_now()
+        assert [x.dtype for x in at_one[2:]] == [torch.float32] * 2
+        assert [x.tolist() for x in at_one[2:]] == [1.0, [1.0]]
     finally:
         torch.set_default_dtype(torch.float32)
 
