@@ -159,21 +159,27 @@ def shard_in_whole(tensor: Any) -> tuple[int, int, int]:
     return first, math.prod(part[cut[-1] :]), math.prod(whole[cut[-1] :])
 
 
-def place_gradients(parameters: Iterable[Any]) -> list[Any]:
+_grad = operator.attrgetter("grad")
+_placements = operator.attrgetter("_spec.placements")
+
+
+def place_gradients(parameters: Sequence[Any]) -> list[Any]:
     """Return the `.grad` of each parameter; one of a DTensor is first placed as its parameter is.
 
     Sequence parallelism, for example, leaves partial sums as the gradients of its norms. They are then
     summed over the ranks. All ranks of the mesh call this.
     """
-    grads = []
-    for parameter in parameters:
-        spec, grad = getattr(parameter, "_spec", None), parameter.grad
-        grads.append(grad)
-        if spec is None or grad is None or grad._spec is spec:
+    grads = list(map(_grad, parameters))
+    try:
+        if list(map(_placements, grads)) == list(map(_placements, parameters)):
+            return grads  # the usual case
+    except AttributeError:  # there are parameters without a gradient, or that are no DTensors
+        pass
+    for i, (parameter, grad) in enumerate(zip(parameters, grads, strict=True)):
+        if grad is None or not is_sharded(parameter) or grad.placements == parameter.placements:
             continue
-        if grad.placements != parameter.placements:
-            with _names_the_collective(grad.device_mesh, "the sums of gradients"):
-                grads[-1] = parameter.grad = grad.redistribute(placements=parameter.placements)
+        with _names_the_collective(grad.device_mesh, "the sums of gradients"):
+            grads[i] = parameter.grad = grad.redistribute(placements=parameter.placements)
     return grads
 
 

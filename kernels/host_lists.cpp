@@ -218,6 +218,15 @@ static PyObject *have_grads(PyObject *, PyObject *const *arguments, Py_ssize_t c
     });
 }
 
+/* A list of whether each tensor has a gradient. */
+static PyObject *with_grad(PyObject *, PyObject *list)
+{
+    if (!are_tensors(list, -1)) return nullptr;
+    return list_of(list, [](PyObject *x) {
+        return PyBool_FromLong(reinterpret_cast<const at::TensorBase &>(impl_of(x)->grad()).defined());
+    });
+}
+
 /* Arguments: tensors and gradients, or None. Sets the `.grad` of each; returns whether it has. It sets
    none if one is not in the shape, on the device and in the dtype of its tensor, or FP32. The earlier
    gradients go last: their end may run code of Python. */
@@ -966,7 +975,7 @@ static PyMethodDef methods[] = {
     {"write_slot", FAST(write_slot), nullptr},         {"go_over", FAST(go_over), nullptr},
     {"put", FAST(put), nullptr},                       {"have_memory", have_memory, METH_O, nullptr},
     {"are_whole", are_whole, METH_O, nullptr},         {"take_any_grad", take_any_grad, METH_O, nullptr},
-    {"rows", rows, METH_O, nullptr},
+    {"rows", rows, METH_O, nullptr},                   {"with_grad", with_grad, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

@@ -95,6 +95,11 @@ class InPython:
         return not any(map(operator.is_not, map(_grad, tensors), grads))
 
     @staticmethod
+    def with_grad(tensors: list[Tensor]) -> list[bool]:
+        """Return for each tensor whether it has a gradient."""
+        return [grad is not None for grad in map(_grad, tensors)]
+
+    @staticmethod
     def take_any_grad(tensors: list[Tensor]) -> bool:
         """Whether each tensor takes a gradient of any dtype, from torch 2.10 on."""
         return not any(map(_grad_dtype, tensors))

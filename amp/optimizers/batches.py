@@ -121,7 +121,7 @@ class Batches:
             self._lists, self._given = list(map(list, lists)), stepped
             given = set(map(id, stepped))
             self._others = [p for params in lists[:-1] for p in params if id(p) not in given]
-        have_own = [parameter.grad is not None for parameter in self._others]
+        have_own = host_lists.lists.with_grad(self._others)
         if is_new or have_own != self._have_own:
             self._have_own = have_own
             own = {id(p) for p, has in zip(self._others, have_own, strict=True) if has}

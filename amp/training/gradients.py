@@ -49,6 +49,7 @@ import functools
 import operator
 import sys
 from collections.abc import Callable, Collection, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -270,10 +271,13 @@ class Gradients:
         if self.delayed is not None:
             self.open_block = block
             return
-        aside = {}
+        aside: dict[Tensor, Tensor] = {}
         if self.parameters.masters or not block.scaler.config.is_identity:
-            there = [(p, grad) for p in self.parameters.unmastered if (grad := p.grad) is not None]
-            aside = {p: grad.clone() if grad._is_view() else grad for p, grad in there}
+            own = self.parameters.unmastered
+            there = list(compress(own, host_lists.lists.with_grad(own)))
+            grads: list[Any] = grads_of(there) if there else []
+            both = zip(there, grads, strict=True)
+            aside = {p: grad.clone() if grad._is_view() else grad for p, grad in both}
         # From here on the block can be left, so an interrupt finds it open or not entered.
         self._aside, self.open_block = aside, block
         host_lists.lists.clear_grads(list(aside))

@@ -98,6 +98,16 @@ def test_gradients(way: Any) -> None:
     assert way.have_grads([], [])
 
 
+def test_which_tensors_have_a_gradient(way: Any) -> None:
+    some = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    some[1].grad = torch.ones(2)
+    assert way.with_grad(some) == [False, True, False]
+    some[1].grad = None
+    some[2].sum().backward()
+    assert way.with_grad([*some, torch.ones(2)]) == [False, False, True, False]
+    assert way.with_grad([]) == []
+
+
 def test_gradients_are_set(way: Any) -> None:
     some = [nn.Parameter(torch.randn(3).to(dtype)) for dtype in (torch.float32, torch.float16)]
     some[1].grad_dtype = None
@@ -433,6 +443,7 @@ def test_what_is_no_list_of_tensors_is_refused(in_cpp: Any, wrong: Any) -> None:
         (in_cpp.add, ([torch.tensor(1.0)], "1")),
         (in_cpp.go_together, (wrong,)),
         (in_cpp.rows, (wrong,)),
+        (in_cpp.with_grad, (wrong,)),
         (in_cpp.rows, ([[torch.ones(1)], wrong],)),
         (in_cpp.go_together, ([[torch.ones(1)], wrong],)),
         (in_cpp.have_grads, (wrong, [None])),
