@@ -121,17 +121,16 @@ def _plan(optimizer: FusedOptimizer, one: Ready, clip: Tensor | None, inputs: St
         norms_of_all_ranks=functools.partial(reduce_norm, cut=batch.cut) if batch.cut.groups else None,
         changes=changes,
     )
-    if not batch.cut.groups:
+    sizes = one.lists["params"].kind.sizes
+    if not batch.cut.groups or 0 not in sizes:
         return
     # This rank has no part of some parameters, and counts their steps as the other ranks do.
-    sizes = one.lists["params"].kind.sizes
     empty = [step for size, step in zip(sizes, steps, strict=True) if not size]
-    if empty:
-        before = torch.stack(empty)
-        after = kernels.stochastic_rounding.next_steps(before)
-        if found_inf is not None:
-            after = torch.where(found_inf == 0, after, before)
-        changes.add(functools.partial(torch._foreach_copy_, empty, list(after.unbind())))
+    before = torch.stack(empty)
+    after = kernels.stochastic_rounding.next_steps(before)
+    if found_inf is not None:
+        after = torch.where(found_inf == 0, after, before)
+    changes.add(functools.partial(torch._foreach_copy_, empty, list(after.unbind())))
 
 
 def _make_state(optimizer: FusedOptimizer, one: Ready) -> list[list[Tensor]]:

@@ -22,7 +22,7 @@ from amp.errors import AmpTypeError
 from amp.kernels import host_lists
 from amp.kernels.host_lists import grads_of, have_grads, store_grads
 from amp.kernels.interrupts import outside_inference_mode, without_grad
-from amp.kernels.tensor_lists import TensorList, local, local_shards
+from amp.kernels.tensor_lists import TensorList, local
 from amp.lazy import kernels
 from amp.masters.agreement import Pairs
 from amp.torch_versions import HAS_GRAD_DTYPE
@@ -255,7 +255,7 @@ class Deferral:
         """Return how often Python and C++ refer to each tensor that is shown, and to its shard."""
         tensors, count = self._shown, torch.Tensor._use_count  # type: ignore[attr-defined]
         if tensors and not self._shown_for[0].are_plain:
-            tensors = [*tensors, *local_shards(tensors)]
+            tensors = [*tensors, *[getattr(tensor, "_local_tensor", tensor) for tensor in tensors]]
         return list(map(sys.getrefcount, tensors)), list(map(count, tensors))
 
     @property
