@@ -16,20 +16,6 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def first_parameter(module: nn.Module) -> Tensor | None:
-    """Return the first parameter of a model, or None, sooner than its `parameters()` does."""
-    todo, seen = [module], {module}  # a module may hold one that holds it
-    while todo:
-        each = todo.pop()
-        for parameter in each._parameters.values():
-            if parameter is not None:
-                return parameter
-        new = [child for child in each._modules.values() if child is not None and child not in seen]
-        seen.update(new)
-        todo += reversed(new)
-    return None
-
-
 def tensors_in(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of a model, shared ones by each of their names."""
     for path, module in model.named_modules():

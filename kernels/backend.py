@@ -63,11 +63,6 @@ def is_eager() -> bool:
     return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
-def is_eager_on_cpu(tensor: torch.Tensor, backend: str | None = None) -> bool:
-    """Whether a tensor needs no plan of launches unless the environment asks for Triton."""
-    return tensor.is_cpu and not backend and not torch.compiler.is_compiling()
-
-
 def is_on_host(tensor: torch.Tensor) -> bool:
     """Whether the host reads a tensor without waiting for a device."""
     return tensor.is_cpu

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from amp.kernels import host_lists
-from amp.kernels.backend import is_eager_on_cpu, uses_triton
+from amp.kernels.backend import uses_triton
 from amp.kernels.host_lists import FLOATS
 from amp.kernels.interrupts import without_grad
 from amp.kernels.language import launch
@@ -146,7 +146,7 @@ def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None)
     classes, and all have the shapes of the first. `plan` checks all other lists, and says what is
     wrong.
     """
-    if not (lists[0] and is_eager_on_cpu(lists[0][0], backend)):
+    if backend or torch.compiler.is_compiling():
         return False
     given = [tensors if isinstance(tensors, list) else list(tensors) for tensors in lists]
     return host_lists.lists.go_together(given)  # type: ignore[no-any-return]
@@ -368,7 +368,8 @@ class Elementwise(NamedTuple):
         self, lists: Sequence[Sequence[Tensor]], backend: str | None = None, **arguments: Any
     ) -> bool:
         """Run it in C++, if all tensors are on the CPU and C++ takes them; return whether it has."""
-        if not (self.in_cpp and lists[0] and is_eager_on_cpu(lists[0][0], backend)):
+        is_there = self.in_cpp and lists[0] and lists[0][0].is_cpu
+        if backend or not is_there or torch.compiler.is_compiling():
             return False
         flag = arguments.pop(self.flag, None)
         a, b, *_ = *arguments.values(), 1.0, 1.0

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import amp
-from amp.own_tensors import first_parameter
+from amp.casting.regions import _first_parameter
 from tests.levels import LEVELS
 from tests.models import train_on
 
@@ -124,8 +124,8 @@ class Whole(nn.Module):
 @pytest.mark.parametrize("level", ["O1", "O4"])
 def test_modules_that_hold_each_other_run(level: str) -> None:
     model = Whole()
-    assert first_parameter(model) is next(model.parameters())
-    assert first_parameter(Part(nn.ReLU())) is None
+    assert _first_parameter(model) is next(model.parameters())
+    assert _first_parameter(Part(nn.ReLU())) is None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, _ = amp.initialize(model, optimizer, opt_level=level, verbosity=0)
     assert model(torch.ones(2, 16)).dtype in (torch.float16, torch.bfloat16)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 import amp
 from amp import distributed, kernels
-from amp.kernels import host_lists, l2norm, launch_plans, update_scale
+from amp.kernels import host_lists, l2norm, launch_plans, stepping, update_scale
 from amp.optimizers import FusedAdam
 from tests.compiling import lists_in_cpp
 from tests.levels import WITH_MASTERS
@@ -174,7 +174,9 @@ def launches_do_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "launch", lambda *args, **kwargs: None)
     for module in (launch_plans, update_scale):
         monkeypatch.setattr(module, "uses_triton", lambda device, backend=None: True)
-    monkeypatch.setattr(launch_plans, "is_eager_on_cpu", lambda tensor, backend=None: False)
+    for module in (launch_plans, stepping):
+        monkeypatch.setattr(module, "takes_at_once", lambda lists, backend=None: False)
+    monkeypatch.setattr(launch_plans.Elementwise, "run_in_cpp", lambda *_, **__: False)
     monkeypatch.setattr(update_scale, "is_on_host", lambda tensor: False)
     places = functools.lru_cache(launch_plans._places.__wrapped__)
     monkeypatch.setattr(launch_plans, "_places", places)

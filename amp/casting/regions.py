@@ -30,7 +30,6 @@ from amp import active
 from amp.active import Caster
 from amp.casting.hints import add_hint
 from amp.casting.subclassing import subclass_of, swap_classes
-from amp.own_tensors import first_parameter
 from amp.torch_versions import CASTS_LOSE_GRADIENTS, accelerator_type
 
 OFF = "ipu"
@@ -359,6 +358,20 @@ def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[s
     return ThreadState().without_casts(function, *args, **kwargs)
 
 
+def _first_parameter(module: nn.Module) -> Tensor | None:
+    """Return the first parameter of a model, or None, sooner than its `parameters()` does."""
+    todo, seen = [module], {module}  # a module may hold one that holds it
+    while todo:
+        each = todo.pop()
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                return parameter
+        new = [child for child in each._modules.values() if child is not None and child not in seen]
+        seen.update(new)
+        todo += reversed(new)
+    return None
+
+
 def _class_in_regions(base: Any, caster: Caster) -> Any:
     """Return a subclass of a model's class whose calls run in torch.autocast regions."""
 
@@ -376,7 +389,7 @@ def _class_in_regions(base: Any, caster: Caster) -> Any:
             is_in_region = any(map(torch.is_autocast_enabled, DEVICE_TYPES))
             if is_in_region and not getattr(self, "_is_replica", False):  # DataParallel repeats ours
                 caster.check_region()
-            if (first := first_parameter(self)) is not None:
+            if (first := _first_parameter(self)) is not None:
                 caster.device_types.add(first.device.type)
             _enter_forward(self, caster.dtype)
             try:

@@ -31,7 +31,7 @@ from amp.distributed import place_gradients, shard_like
 from amp.dtypes import LOW_PRECISION, SCALABLE
 from amp.errors import AmpTypeError
 from amp.kernels import host_lists
-from amp.kernels.host_lists import grads_of, store_grads
+from amp.kernels.host_lists import store_grads
 from amp.kernels.interrupts import at_once, without_grad
 from amp.kernels.tensor_lists import TensorList, are_plain, local_shards
 from amp.lazy import kernels
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from amp.training.recorder import Names
     from amp.training.scaler import LossScaler
 
+_grad = operator.attrgetter("grad")
 _NONE = TensorList([])
 
 
@@ -61,14 +62,6 @@ class SideGradients(NamedTuple):
     grads: TensorList
     are_dense: bool
     bad_steps: BadSteps | None = None
-
-    @classmethod
-    def of(cls, parameters: Sequence[Tensor], grads: list[Tensor], like: TensorList) -> SideGradients:
-        """Return gradients of parameters; mostly they are of the kind of the tensors in `like`."""
-        if not grads:
-            return cls(parameters, _NONE, are_dense=True)
-        found = TensorList(grads, like=like)
-        return cls(parameters, found, are_plain(found) and host_lists.lists.are_floats(found))
 
     def logged(self, scaler: LossScaler, names: Names) -> SideGradients:
         """Return the same, to be logged for a scaler; `names` returns the names of parameters."""
@@ -111,15 +104,16 @@ class NewGradients(NamedTuple):
             are_final: whether they are unscaled next. Then partial gradients of DTensors are first
                 summed over the ranks, as torch's optimizers would do.
         """
-        pairs = parameters.pairs
-        there, grads = _made(parameters, parameters.models, claimed, are_final)
-        if not all(there):
-            pairs = pairs.only(there)
-        of_masters = SideGradients.of(pairs.models, grads, parameters.pairs.model_list)
-        unmastered = parameters.unmastered
-        there, grads = _made(parameters, unmastered, claimed, are_final)
-        holders = unmastered if all(there) else list(compress(unmastered, there))
-        own = SideGradients.of(holders, grads, parameters.unmastered_list)
+        pairs, unmastered = parameters.pairs, parameters.unmastered
+        of_masters = own = SideGradients((), _NONE, are_dense=True)
+        if pairs.models:
+            there, of_masters = _made(parameters, pairs.models, pairs.model_list, claimed, are_final)
+            if not all(there):
+                pairs = pairs.only(there)
+                of_masters = of_masters._replace(parameters=pairs.models)  # the same list each time
+        if unmastered:
+            like = parameters.unmastered_list
+            _, own = _made(parameters, unmastered, like, claimed, are_final)
         every = [*of_masters.grads, *own.grads]
         have_graphs = parameters.are_plain and not host_lists.lists.train(every, [False] * len(every))
         return cls(pairs, of_masters, own, have_graphs)
@@ -175,16 +169,28 @@ class NewGradients(NamedTuple):
 
 
 def _made(
-    parameters: Parameters, some: list[Tensor], claimed: Collection[int], are_final: bool
-) -> tuple[list[bool], list[Tensor]]:
-    """Return whether each of some parameters has a gradient to take, and these gradients."""
+    parameters: Parameters,
+    some: list[Tensor],
+    like: TensorList,
+    claimed: Collection[int],
+    are_final: bool,
+) -> tuple[list[bool], SideGradients]:
+    """Return whether each of some parameters has a gradient to take, and these; see `NewGradients`.
+
+    `like` has tensors of the kind that the gradients mostly are of.
+    """
     is_placed = parameters.are_plain or not are_final
-    grads: list[Any] = grads_of(some) if is_placed else place_gradients(some)
+    grads: list[Any] = list(map(_grad, some)) if is_placed else place_gradients(some)
     there = [grad is not None for grad in grads]
     if claimed:
         there = [has and id(each) not in claimed for has, each in zip(there, some, strict=True)]
     grads = list(compress(grads, there))
-    return there, grads if parameters.are_plain else local_shards(grads)
+    if not parameters.are_plain:
+        grads = local_shards(grads)
+    found = TensorList(grads, like=like) if grads else _NONE
+    holders = some if all(there) else list(compress(some, there))
+    are_dense = are_plain(found) and host_lists.lists.are_floats(found)
+    return there, SideGradients(holders, found, are_dense)
 
 
 def without_complex(grads: Sequence[Tensor]) -> list[Tensor]:
@@ -280,7 +286,8 @@ def add_to_masters(pairs: Pairs) -> None:
     An interrupt finds each in exactly one place.
     """
     pairs.check_devices()
-    every: list[Any] = grads_of(pairs.models) if pairs.are_plain else place_gradients(pairs.models)
+    models = pairs.models
+    every: list[Any] = list(map(_grad, models)) if pairs.are_plain else place_gradients(models)
     there = [grad is not None for grad in every]
     pairs, grads, lists = pairs.only(there), list(compress(every, there)), host_lists.lists
     masters, nothing = pairs.masters, [None] * len(grads)

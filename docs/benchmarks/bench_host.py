@@ -28,7 +28,7 @@ from bench_kernels import setting, table
 from bench_step import Shapes, Weights, with_amp, with_grad_scaler
 
 import amp
-from amp.kernels import launch_plans, update_scale
+from amp.kernels import launch_plans, stepping, update_scale
 from amp.kernels.language import triton
 from amp.optimizers import FusedAdam
 from tests.nodevice import NoDevice
@@ -107,7 +107,10 @@ def pretend_a_gpu() -> None:
     triton.runtime.driver.set_active(NoDevice())
     for module in (launch_plans, update_scale):
         module.uses_triton = lambda device, backend=None: True
-    launch_plans.is_eager_on_cpu = lambda tensor, backend=None: False  # as it is in truth
+    # Tensors are on the CPU in truth.
+    for module in (launch_plans, stepping):
+        module.takes_at_once = lambda lists, backend=None: False
+    launch_plans.Elementwise.run_in_cpp = lambda *_, **__: False
     update_scale.is_on_host = lambda tensor: False
 
 

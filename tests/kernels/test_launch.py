@@ -80,7 +80,9 @@ def variants(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
         monkeypatch.setattr(module, "launch", compile_only)
     for module in (launch_plans, update_scale, quantize_tiles):
         monkeypatch.setattr(module, "uses_triton", lambda *_: True)
-    monkeypatch.setattr(launch_plans, "is_eager_on_cpu", lambda *_: False)
+    monkeypatch.setattr(launch_plans.Elementwise, "run_in_cpp", lambda *_, **__: False)
+    for module in (launch_plans, stepping):
+        monkeypatch.setattr(module, "takes_at_once", lambda *_: False)
     monkeypatch.setattr(update_scale, "is_on_host", lambda _: False)
     monkeypatch.setattr(quantize_tiles, "rounds_by_bits", lambda _: False)
     for kernel in (*KERNELS, *QUANTIZING, *QUANTIZING_FP4):
