@@ -285,11 +285,7 @@ class ThreadState:
             raise
 
     def without_casts(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a function in which no function casts its arguments, and restore the state."""
-        result: T = self.around(self._without_casts, function, *args, **kwargs)
-        return result
-
-    def _without_casts(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function in which no function casts. If it raises, `around` restores the state."""
         tuple(map(torch.set_autocast_enabled, _FLAGS, _NO_CASTS))
         result = function(*args, **kwargs)
         tuple(map(torch.set_autocast_enabled, _FLAGS, self._enabled))
@@ -355,7 +351,8 @@ def call_without_casts(function: Function, args: tuple[Any, ...], kwargs: dict[s
     if torch.compiler.is_compiling():
         with disable_casts():
             return function(*args, **kwargs)
-    return ThreadState().without_casts(function, *args, **kwargs)
+    state = ThreadState()
+    return state.around(state.without_casts, function, *args, **kwargs)
 
 
 def _first_parameter(module: nn.Module) -> Tensor | None:

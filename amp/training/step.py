@@ -88,9 +88,8 @@ class OptimizerStep:
         kwargs = {name: self._stepped(value) for name, value in kwargs.items()}
         for observer in (*everywhere, *attached.owner.observers):
             closure = observer.step_begins(attached, closure)
-        if closure is not None:
-            closure = functools.partial(self._evaluate, closure, same_casts())
-        return ThreadState().without_casts(self._run_locked, step, closure, *args, **kwargs)
+        state = ThreadState()
+        return state.around(self._run_locked, state, step, closure, *args, **kwargs)
 
     def _is_plain_now(self, attached: Any) -> bool:
         """Whether the optimizer's own step is all there is to do."""
@@ -106,7 +105,9 @@ class OptimizerStep:
         master = self._masters.master(value) if isinstance(value, Tensor) else None
         return value if master is None else master
 
-    def _run_locked(self, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any) -> Any:
+    def _run_locked(
+        self, state: ThreadState, step: Callable[..., Any], closure: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         masters, gradients = self._masters, self._gradients
         with masters.lock, nullcontext() if masters.are_whole else masters.as_split():
             before = masters.are_ahead
@@ -114,15 +115,16 @@ class OptimizerStep:
                 masters.are_ahead = self.is_running = True
                 gradients.begin_step()
                 if closure is not None:
-                    args = closure, *args
-                return self._run(functools.partial(step, *args, **kwargs), closure is not None)
+                    args = functools.partial(self._evaluate, closure, same_casts()), *args
+                step = functools.partial(step, *args, **kwargs)
+                return self._run(state, step, closure is not None)
             except RuntimeError as error:
                 self._attached().named.add_hint(error, gradients.parameters.models)
                 raise
             finally:
                 masters.are_ahead, self.is_running = before, False
 
-    def _run(self, step: Callable[[], Any], has_closure: bool) -> Any:
+    def _run(self, state: ThreadState, step: Callable[[], Any], has_closure: bool) -> Any:
         gradients, attached = self._gradients, self._attached()
         misuse, before = attached.misuse, None
         self._is_to_end, self._unwritten, self.verdicts = False, None, []
@@ -147,9 +149,9 @@ class OptimizerStep:
                 # A scheduler made before `initialize` would otherwise warn that it was stepped first.
                 self._optimizer._opt_called = self._is_to_end = True
             elif takes_scaled and not has_closure:
-                result = self._step_from_scaled(step, found_inf)
+                result = state.without_casts(self._step_from_scaled, step, found_inf)
             else:
-                result = self._step_from_grads(step, found_inf, has_closure)
+                result = state.without_casts(self._step_from_grads, step, found_inf, has_closure)
             if has_closure:
                 attached.named.check_not_replaced()
                 if misuse is not None:
