@@ -150,8 +150,8 @@ def plan_loop(
     dtypes = {name: tensors[indices[0]].dtype for name, tensors in lists.items()}
     is_known = set(dtypes.values()) <= TYPES.keys() and dtypes.get("low") is not dtypes["param"]
     flat: Sequence[int] = indices
-    are_all = not backend and len(indices) == len(lists["param"])
-    rows = host_lists.lists.rows([*lists.values()]) if are_all and is_known else None
+    are_all = len(indices) == len(lists["param"])  # in order
+    rows = host_lists.lists.rows([*lists.values()]) if are_all and is_known and not backend else None
     if rows is None:
         flat = _flat(lists, indices) if is_known and not requested(backend)[0] else ()
         if not flat:

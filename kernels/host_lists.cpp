@@ -444,7 +444,7 @@ template <class F> static bool all_go_together(PyObject *lists, F holds)
             PyObject *x = PyList_GET_ITEM(list, i);
             c10::TensorImpl *impl = impl_of(x), *like = impl_of(PyList_GET_ITEM(first, i));
             all = has_own_values(Py_TYPE(x)) && impl->dtype().toScalarType() == dtype && impl->device().is_cpu()
-                && impl->layout() == c10::kStrided && impl->sizes() == like->sizes() && holds(impl, like);
+                && impl->layout() == c10::kStrided && (!k || impl->sizes() == like->sizes()) && holds(impl, like);
         }
     }
     return all;

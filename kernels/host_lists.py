@@ -187,8 +187,9 @@ class InPython:
     def rows(lists: list[list[Tensor]]) -> array[int] | None:
         """Return the addresses of tensors, list after list, and then the sizes of the first list.
 
-        C++ returns None, as here always, where tensors do not go together as for `go_together`, in any
-        dtypes, or where the i-th tensors of all lists do not lie in memory alike and without gaps.
+        C++ returns None where the i-th tensors of all lists do not lie on the CPU alike and without
+        gaps, where the memory of one holds negated numbers, and for what `go_together` refuses, but for
+        other dtypes and tensors without elements. Here it is always None.
         """
         return None
 

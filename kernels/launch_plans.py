@@ -143,8 +143,8 @@ def takes_at_once(lists: Sequence[Sequence[Tensor]], backend: str | None = None)
     """Whether plain torch can take lists on the CPU without a plan, which launches need.
 
     That is so if each list has one floating-point dtype, and tensors with values, dense and of plain
-    classes, and all have the shapes of the first. `plan` checks all other lists, and says what is
-    wrong.
+    classes, and all have the shapes of the first, and if no backend is asked for, here or by the
+    environment. `plan` checks all other lists, and says what is wrong.
     """
     if backend or torch.compiler.is_compiling():
         return False

@@ -65,8 +65,9 @@ def update_scale(
         The new state, if the host has it; else None.
     """
     numbers = growth_factor, backoff_factor, growth_interval, hysteresis, floor, ceiling
-    is_seen = is_on_host(state) and not torch.compiler.is_compiling()
-    may_be_triton = backend or INTERPRETED or not is_seen  # to ask takes longer than the update
+    is_seen = is_on_host(state) and not torch.compiler.is_compiling()  # by the host, at once
+    # Triton takes a state on the CPU in its interpreter alone, and asking takes longer than an update.
+    may_be_triton = backend or INTERPRETED or not is_seen
     if may_be_triton and uses_triton(state.device, backend):
         factors = numbers_on(state.device, tuple(map(float, numbers)), torch.float64)
         tensors = {"state": state, "factors": factors, "found": found}

@@ -94,9 +94,10 @@ def layouts_of(lists: Mapping[str, TensorList]) -> dict[str, Layout]:
 
 def are_alike(some: Mapping[str, Layout], others: Mapping[str, Layout]) -> bool:
     """Whether layouts are those of lists of the same names, kinds and devices."""
-    both = zip(some.values(), others.values(), strict=False)
-    are_of_kinds = [x is y or (x.kind is y.kind and x.device == y.device) for x, y in both]
-    return list(some) == list(others) and all(are_of_kinds)
+    if list(some) != list(others):
+        return False
+    both = zip(some.values(), others.values(), strict=True)
+    return all([x is y or (x.kind is y.kind and x.device == y.device) for x, y in both])  # noqa: C419
 
 
 class Batches:

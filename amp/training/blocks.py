@@ -264,13 +264,16 @@ class Block:
         is_alone = len(together) == 1
         # Ranks of a `process_group` may have other optimizers, and not as many, which ask only here.
         is_final = bool(scaler.process_groups) or not (is_alone or scaler.is_on_host)
-        moves, verdict, found = update and (checked or not scaler.config.is_identity), None, None
+        is_updated = bool(update and (checked or not scaler.config.is_identity))
+        verdict, to_fill = None, None
         if found_inf is not None:
-            found = torch.empty_like(found_inf) if moves and not scaler.is_on_host else None
-            kept = found_inf.clone() if found is None else found
+            if is_updated and not scaler.is_on_host:  # the update itself copies what was found
+                kept = to_fill = torch.empty_like(found_inf)
+            else:
+                kept = found_inf.clone()
             verdict = Verdict(scaler, kept, is_final=is_final)
-        if moves:
-            scaler.update(norm, found)  # which fills `found` in passing
+        if is_updated:  # before the optimizers get the verdict, which has no value until then
+            scaler.update(norm, to_fill)
         for gradients in together:
             gradients.leave(verdict if gradients in checked else None, is_alone)
 

@@ -178,7 +178,7 @@ class LossScaler:
         self.is_on_host = kernels.backend.is_on_host(self._state)
         self.scale_on_device = self._state[SCALE]
         self._inv_scale = self._state[INVERSE : INVERSE + 1]
-        one = torch.ones(1, dtype=torch.float32, device=device)
+        one = torch.ones(1, dtype=torch.float32, device=device)  # not to be written
         self._ones = one[0], one
         self.found_inf = self._state[FOUND_INF : FOUND_INF + 1] if self.config.check else None
         self._updates_on_device = self._state[UPDATES : UPDATES + 1]

@@ -107,13 +107,15 @@ class NewGradients(NamedTuple):
         pairs, unmastered = parameters.pairs, parameters.unmastered
         of_masters = own = SideGradients((), _NONE, are_dense=True)
         if pairs.models:
-            there, of_masters = _made(parameters, pairs.models, pairs.model_list, claimed, are_final)
+            there, of_masters = _gradients_of(
+                parameters, pairs.models, pairs.model_list, claimed, are_final
+            )
             if not all(there):
                 pairs = pairs.only(there)
                 of_masters = of_masters._replace(parameters=pairs.models)  # the same list each time
         if unmastered:
             like = parameters.unmastered_list
-            _, own = _made(parameters, unmastered, like, claimed, are_final)
+            _, own = _gradients_of(parameters, unmastered, like, claimed, are_final)
         every = [*of_masters.grads, *own.grads]
         have_graphs = parameters.are_plain and not host_lists.lists.train(every, [False] * len(every))
         return cls(pairs, of_masters, own, have_graphs)
@@ -168,7 +170,7 @@ class NewGradients(NamedTuple):
             _unscale(moves, inv_scale, found_inf, bad_steps)
 
 
-def _made(
+def _gradients_of(
     parameters: Parameters,
     some: list[Tensor],
     like: TensorList,

@@ -205,12 +205,15 @@ def test_lists_that_go_to_an_operation_as_they_are(way: Any) -> None:
     assert not way.go_together([some, some[:2]])
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_lists_of_other_classes_do_not_go_together(way: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor those for which the environment asks for a backend."""
     some = [torch.ones(2), torch.ones(3)]
     held, elsewhere = torch.ones(3).as_subclass(Held), torch.ones(3).as_subclass(Elsewhere)
     assert way.go_together([some, [nn.Parameter(some[0]), held]])
     assert not way.go_together([some, [some[0], elsewhere]])
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert way is InPython or way.go_together([[nested]])  # the operation says what is wrong
     with FakeTensorMode():
         fake = torch.ones(3)
     assert not way.go_together([some, [some[0], fake]])
