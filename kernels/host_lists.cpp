@@ -201,6 +201,14 @@ static PyObject *versions(PyObject *, PyObject *list)
     return list_of(list, [](PyObject *x) { return PyLong_FromLong(impl_of(x)->version_counter().current_version()); });
 }
 
+/* Whether the gradient of a tensor is that object, a tensor or None. */
+static bool has_grad(PyObject *x, PyObject *grad)
+{
+    const auto &own = reinterpret_cast<const at::TensorBase &>(impl_of(x)->grad());
+    if (grad == Py_None) return !own.defined();
+    return own.defined() && PyObject_TypeCheck(grad, tensor_type) && own.unsafeGetTensorImpl() == impl_of(grad);
+}
+
 /* Arguments: tensors and gradients, or None. Whether the `.grad` of each is that one. */
 static PyObject *have_grads(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -210,9 +218,7 @@ static PyObject *have_grads(PyObject *, PyObject *const *arguments, Py_ssize_t c
     return guarded([&] {
         bool all = true;
         for (Py_ssize_t i = 0; all && i < n; i++) {
-            PyObject *grad = PyList_GET_ITEM(arguments[1], i);
-            const auto &own = reinterpret_cast<const at::TensorBase &>(impl_of(PyList_GET_ITEM(arguments[0], i))->grad());
-            all = grad == Py_None ? !own.defined() : own.defined() && own.unsafeGetTensorImpl() == impl_of(grad);
+            all = has_grad(PyList_GET_ITEM(arguments[0], i), PyList_GET_ITEM(arguments[1], i));
         }
         return PyBool_FromLong(all);
     });
@@ -627,6 +633,49 @@ static PyObject **value_in(PyObject *x, const PyMemberDef *member)
     return reinterpret_cast<PyObject **>(reinterpret_cast<char *>(x) + member->offset);
 }
 
+/* Arguments: pairs; the master of each, its parameter, what holds the values of the master, and the dtype of the
+   parameter; and whether both have one gradient. Whether all is as the pairs record it. */
+static PyObject *agree(PyObject *, PyObject *const *arguments, Py_ssize_t count)
+{
+    static const char *const names[] = {"grad", "trains", "version", "address", "given"};
+    constexpr int slots = std::size(names);
+    const Py_ssize_t n = count == 6 && PyList_Check(arguments[0]) ? PyList_GET_SIZE(arguments[0]) : -1;
+    if (n < 0 || !PyList_Check(arguments[4]) || PyList_GET_SIZE(arguments[4]) != n) {
+        PyErr_SetString(PyExc_TypeError, "agree(pairs, masters, parameters, values, dtypes, at_grads)");
+        return nullptr;
+    }
+    for (int k = 1; k < 4; k++)
+        if (!are_tensors(arguments[k], n)) return nullptr;
+    const PyMemberDef *members[slots] = {};
+    for (int k = 0; n && k < slots; k++) {
+        PyObject *name = PyUnicode_FromString(names[k]);
+        members[k] = name ? slot_of(arguments[0], name) : nullptr;
+        Py_XDECREF(name);
+        if (!members[k]) return nullptr;
+    }
+    return guarded([&]() -> PyObject * {
+        for (Py_ssize_t i = 0; i < n; i++) {
+            PyObject *known[slots], *master = PyList_GET_ITEM(arguments[1], i), *parameter = PyList_GET_ITEM(arguments[2], i);
+            for (int k = 0; k < slots; k++)
+                if (!(known[k] = *value_in(PyList_GET_ITEM(arguments[0], i), members[k]))) return Py_NewRef(Py_False);
+            auto [grad, trains, version, address, given] = known;
+            PyObject *value = PyList_GET_ITEM(arguments[3], i);
+            const bool are_numbers = PyLong_Check(version) && PyLong_Check(address);
+            const bool are_same = are_numbers && given == Py_None
+                && (arguments[5] != Py_True || (has_grad(master, grad) && has_grad(parameter, grad)))
+                && impl_of(master)->requires_grad() == (trains == Py_True)
+                && impl_of(parameter)->requires_grad() == (trains == Py_True)
+                && PyLong_AsLongLong(version) == impl_of(value)->version_counter().current_version()
+                && PyLong_AsLongLong(address) == address_of(value);
+            if (PyErr_Occurred()) return nullptr;
+            if (!are_same) return Py_NewRef(Py_False);
+            const int has = has_dtype(parameter, PyList_GET_ITEM(arguments[4], i));
+            if (has != 1) return has ? nullptr : Py_NewRef(Py_False);
+        }
+        return Py_NewRef(Py_True);
+    });
+}
+
 /* Arguments: objects of one class, and the name of a slot. A list of what each has there. */
 static PyObject *read_slot(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
@@ -976,6 +1025,7 @@ static PyMethodDef methods[] = {
     {"put", FAST(put), nullptr},                       {"have_memory", have_memory, METH_O, nullptr},
     {"are_whole", are_whole, METH_O, nullptr},         {"take_any_grad", take_any_grad, METH_O, nullptr},
     {"rows", rows, METH_O, nullptr},                   {"with_grad", with_grad, METH_O, nullptr},
+    {"agree", FAST(agree), nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 static PyModuleDef module = {PyModuleDef_HEAD_INIT, "host_lists", nullptr, -1, methods};

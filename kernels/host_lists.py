@@ -233,6 +233,27 @@ class InPython:
             setattr(each, name, value)
 
     @staticmethod
+    def agree(
+        pairs: list[Any],
+        masters: list[Tensor],
+        parameters: list[Tensor],
+        values: list[Tensor],
+        dtypes: list[torch.dtype],
+        at_grads: bool,
+    ) -> bool:
+        """Whether masters and parameters are as their pairs record them; here it is always False.
+
+        Args:
+            pairs: objects with slots `grad`, `trains`, `version`, `address` and `given`; see `Pair`.
+            masters: the master of each.
+            parameters: the parameter of each.
+            values: what holds the values of each master.
+            dtypes: what each parameter should have.
+            at_grads: whether both should have the recorded gradient.
+        """
+        return False
+
+    @staticmethod
     def items(mappings: list[Any], key: object) -> list[Any]:
         """Return what each mapping has under a key."""
         return list(map(operator.itemgetter(key), mappings))

@@ -85,11 +85,13 @@ class Pairs:
         Args:
             at_grads: whether both sides should have one gradient now.
         """
-        pairs = self.pairs
+        pairs, lists = self.pairs, host_lists.lists
         found: list[Callable[[Pairs], None]] = []
         if not pairs:
             return found
-        lists = host_lists.lists
+        values = self.masters if self._hold_values else self._values()
+        if lists.agree(pairs, self.masters, self.models, values, self._dtypes, at_grads):
+            return found  # by one call
         if not lists.have_dtypes(self.models, self._dtypes):
             found.append(Pairs._take_dtypes)
         if at_grads:
@@ -99,7 +101,6 @@ class Pairs:
         trains = lists.read_slot(pairs, "trains")
         if not (lists.train(self.masters, trains) and lists.train(self.models, trains)):
             found.append(Pairs.follow_requires_grad)
-        values = self.masters if self._hold_values else self._values()
         is_as_before = (
             lists.versions(values) == lists.read_slot(pairs, "version")
             and lists.are_at(values, lists.read_slot(pairs, "address"))

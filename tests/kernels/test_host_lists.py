@@ -678,6 +678,67 @@ def test_tensors_that_share_memory_take_one_result(in_cpp: Any, n: int) -> None:
         assert torch.equal(target, sources[3])
 
 
+class Recorded:
+    """What is known of one tensor and its master."""
+
+    __slots__ = ("address", "given", "grad", "trains", "version")
+
+
+CHANGES: dict[str, Any] = {
+    "the gradient of a master": lambda masters, models: setattr(masters[1], "grad", torch.ones(2)),
+    "no gradient": lambda masters, models: setattr(models[0], "grad", None),
+    "a frozen parameter": lambda masters, models: models[1].requires_grad_(False),
+    "a frozen master": lambda masters, models: masters[0].requires_grad_(False),
+    "a write": lambda masters, models: masters[1].detach().mul_(2),
+    "other memory": lambda masters, models: setattr(masters[1], "data", torch.ones(2)),
+    "another dtype": lambda masters, models: setattr(models[1], "data", torch.ones(2)),
+}
+
+
+def test_what_is_recorded_of_pairs_is_compared_at_once(in_cpp: Any) -> None:
+    dtypes = [torch.float16] * 2
+
+    def made() -> tuple[list[Any], list[Any], list[Any]]:
+        models = [nn.Parameter(torch.ones(2).half()) for _ in range(2)]
+        masters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+        known = [Recorded(), Recorded()]
+        for i, (pair, master, model) in enumerate(zip(known, masters, models, strict=True)):
+            model.grad_dtype = None
+            pair.grad = master.grad = model.grad = torch.ones(2) if i == 0 else None
+            pair.trains, pair.given = True, None
+            pair.version, pair.address = master._version, master.data_ptr()
+        return known, masters, models
+
+    known, masters, models = made()
+    assert in_cpp.agree(known, masters, models, masters, dtypes, True)
+    assert not InPython.agree(known, masters, models, masters, dtypes, True)
+    for name, change in CHANGES.items():
+        known, masters, models = made()
+        change(masters, models)
+        assert not in_cpp.agree(known, masters, models, masters, dtypes, True), name
+        is_of_grads = "gradient" in name
+        assert in_cpp.agree(known, masters, models, masters, dtypes, False) == is_of_grads, name
+    for slot, value in (
+        ("given", 1),
+        ("version", 1.0),
+        ("address", None),
+        ("trains", False),
+        ("grad", 2),
+    ):
+        known, masters, models = made()
+        setattr(known[0], slot, value)
+        assert not in_cpp.agree(known, masters, models, masters, dtypes, True), slot
+    known, masters, models = made()
+    del known[1].grad
+    assert not in_cpp.agree(known, masters, models, masters, dtypes, True)
+    assert in_cpp.agree([], [], [], [], [], True)
+    for wrong in ((known, masters[:1], models, masters, dtypes), (known, masters, models, masters, [])):
+        with pytest.raises(TypeError):
+            in_cpp.agree(*wrong, True)
+    with pytest.raises(TypeError):
+        in_cpp.agree([object()] * 2, masters, models, masters, dtypes, True)
+
+
 EVENTS: tuple[Any, ...] = (
     lambda model, masters: None,
     lambda model, masters: masters[0].detach().mul_(0.5),
