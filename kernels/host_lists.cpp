@@ -436,8 +436,8 @@ static bool are_lists(PyObject *lists)
     return all;
 }
 
-/* Whether lists of one length have tensors of one shape in the i-th places, on the CPU, strided, with memory
-   if they have elements, each list in one dtype, and whether a function holds of each, and its first one. */
+/* Whether lists of one length have tensors of one shape in the i-th places, on the CPU, strided, with their
+   values themselves, each list in one dtype, and whether a function holds of each and that of the first list. */
 template <class F> static bool all_go_together(PyObject *lists, F holds)
 {
     PyObject *first = PyList_GET_ITEM(lists, 0);
@@ -637,7 +637,10 @@ static PyObject **value_in(PyObject *x, const PyMemberDef *member)
    parameter; and whether both have one gradient. Whether all is as the pairs record it. */
 static PyObject *agree(PyObject *, PyObject *const *arguments, Py_ssize_t count)
 {
-    static const char *const names[] = {"grad", "trains", "version", "address", "given"};
+    static PyObject *const names[] = {
+        PyUnicode_InternFromString("grad"), PyUnicode_InternFromString("trains"), PyUnicode_InternFromString("version"),
+        PyUnicode_InternFromString("address"), PyUnicode_InternFromString("given"),
+    };
     constexpr int slots = std::size(names);
     const Py_ssize_t n = count == 6 && PyList_Check(arguments[0]) ? PyList_GET_SIZE(arguments[0]) : -1;
     if (n < 0 || !PyList_Check(arguments[4]) || PyList_GET_SIZE(arguments[4]) != n) {
@@ -647,12 +650,8 @@ static PyObject *agree(PyObject *, PyObject *const *arguments, Py_ssize_t count)
     for (int k = 1; k < 4; k++)
         if (!are_tensors(arguments[k], n)) return nullptr;
     const PyMemberDef *members[slots] = {};
-    for (int k = 0; n && k < slots; k++) {
-        PyObject *name = PyUnicode_FromString(names[k]);
-        members[k] = name ? slot_of(arguments[0], name) : nullptr;
-        Py_XDECREF(name);
-        if (!members[k]) return nullptr;
-    }
+    for (int k = 0; n && k < slots; k++)
+        if (!(members[k] = slot_of(arguments[0], names[k]))) return nullptr;
     return guarded([&]() -> PyObject * {
         for (Py_ssize_t i = 0; i < n; i++) {
             PyObject *known[slots], *master = PyList_GET_ITEM(arguments[1], i), *parameter = PyList_GET_ITEM(arguments[2], i);

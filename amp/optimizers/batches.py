@@ -1,6 +1,5 @@
 """Batches of an optimizer's parameters, each for one call of `amp.kernels.stepping.step`."""
 
-import operator
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,10 @@ from torch.optim import Optimizer
 
 from amp.distributed import Cut, cut_of, place_gradients, shard_in_whole
 from amp.kernels import host_lists
+from amp.kernels.host_lists import grads_of
 from amp.kernels.rule import Origin, Origins
 from amp.kernels.tensor_lists import Layout, TensorList, local_shards
 from amp.names import bare_names
-
-_grad = operator.attrgetter("grad")
 
 
 @dataclass
@@ -65,7 +63,7 @@ class Batch:
         """Return `params`, `grads`, `models` and `lows` for `amp.kernels.stepping.step`."""
         if self.positions is None:
             stepped: list[Any] = self.stepped
-            own = place_gradients(stepped) if self.cut.groups else list(map(_grad, stepped))
+            own: list[Any] = place_gradients(stepped) if self.cut.groups else grads_of(stepped)
             params = self.shards("params", stepped)
             return {"params": params, "grads": TensorList(local_shards(own), like=params)}
         of, grads = inputs.deferred.of, inputs.deferred.grads

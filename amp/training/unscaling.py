@@ -77,6 +77,9 @@ class SideGradients(NamedTuple):
             kernels.unscale.check(parts, factor, found_inf, bad_steps=self.bad_steps)
 
 
+_NO_GRADIENTS = SideGradients((), _NONE, are_dense=True)
+
+
 class NewGradients(NamedTuple):
     """The gradients that backward has left in the parameters of an optimizer.
 
@@ -105,7 +108,7 @@ class NewGradients(NamedTuple):
                 summed over the ranks, as torch's optimizers would do.
         """
         pairs, unmastered = parameters.pairs, parameters.unmastered
-        of_masters = own = SideGradients((), _NONE, are_dense=True)
+        of_masters = own = _NO_GRADIENTS
         if pairs.models:
             there, of_masters = _gradients_of(
                 parameters, pairs.models, pairs.model_list, claimed, are_final
